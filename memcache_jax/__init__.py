@@ -1,0 +1,8 @@
+"""Memory Caching for JAX: recurrent memories that grow with the sequence."""
+
+from memcache_jax import caching, memories, ops
+from memcache_jax.token_layout import document_starts
+from memcache_jax.version import __version__
+
+__all__ = ["__version__",
+  "caching", "document_starts", "memories", "ops"]

@@ -1,0 +1,24 @@
+"""Caching: wraps any memory so that it grows with the sequence."""
+
+from memcache_jax.caching._aggregators import (
+  Aggregator,
+  GatedResidual,
+  MemorySoup,
+  MovingAverage,
+  Residual,
+  SparseSelective,
+)
+from memcache_jax.caching._cached import Cached, CacheState
+from memcache_jax.caching._segments import Constant
+
+__all__ = [
+  "Aggregator",
+  "CacheState",
+  "Cached",
+  "Constant",
+  "GatedResidual",
+  "MemorySoup",
+  "MovingAverage",
+  "Residual",
+  "SparseSelective",
+]

@@ -1,0 +1,242 @@
+"""How a token combines the memories it can read: gates, and what they mix.
+
+An aggregator turns the relevance of every stored memory into weights. Its
+`gate` says where relevance comes from: "context" compares a router query u
+with the pooled keys of each segment, "shared" uses the memory's own query
+instead of u, "input" takes one logit per absolute segment from the layer, and
+"none" gives every memory the weight 1.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Literal, TypeAlias
+
+import jax
+import jax.numpy as jnp
+
+from memcache_jax.array_typing import Array, Bool, Float
+from memcache_jax.memories._base import Gate
+from memcache_jax.ops import _checks
+
+GateKind: TypeAlias = Literal["context", "shared", "input", "none"]
+Pool: TypeAlias = Literal["mean", "sum"]
+
+Weights: TypeAlias = tuple[Float[Array, "*rows s"], Float[Array, "*rows"]]
+
+
+@dataclass(frozen=True)
+class Aggregator:
+  """Base of the ways to combine the online memory with the cached ones.
+
+  Attributes:
+    mixes_parameters: the weights average the parameters of the memories,
+      which are then read once, instead of their reads.
+  """
+
+  mixes_parameters: ClassVar[bool] = False
+
+  @property
+  def router(self) -> GateKind:
+    """Where relevance comes from; "none" when it is not needed."""
+    return "none"
+
+  @property
+  def pool(self) -> Pool:
+    """How the keys of a segment are pooled for the router."""
+    return "mean"
+
+  def gates(self) -> Mapping[str, Gate]:
+    """Gates wanted from the layer besides those of the memory."""
+    return {}
+
+  def weights(
+    self,
+    logits: Float[Array, "*rows s"] | None,
+    own_logit: Float[Array, "*rows"] | None,
+    readable: Bool[Array, "*rows s"],
+  ) -> Weights:
+    """Weights of the cached memories and of the online one.
+
+    Args:
+      logits: relevance of every cached memory; None without a router.
+      own_logit: relevance of the online memory.
+      readable: which cached memories a token may read.
+    """
+    raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Residual(Aggregator):
+  r"""Adds up the reads of all memories, ungated.
+
+  .. math:: y_t = M_t^{(s)}(q_t) + \sum_{i<s} M^{(i)}(q_t)
+
+  Memory Caching (arXiv 2602.24281), Eq. 6-7.
+  """
+
+  def weights(self, logits, own_logit, readable) -> Weights:
+    del logits, own_logit
+    ones = readable.astype(jnp.float32)
+    return ones, jnp.ones(readable.shape[:-1], jnp.float32)
+
+
+@dataclass(frozen=True)
+class MovingAverage(Aggregator):
+  r"""The mean of the parameters of all memories, read once; no new weights.
+
+  Post-training caching for a model trained without one, Memory Caching
+  (arXiv 2602.24281), section 4.3. For a running memory that is not reset:
+  use it with `write_mode="checkpoint"`.
+  """
+
+  mixes_parameters: ClassVar[bool] = True
+
+  def weights(self, logits, own_logit, readable) -> Weights:
+    del logits, own_logit
+    ones = readable.astype(jnp.float32)
+    total = 1.0 + jnp.sum(ones, axis=-1)
+    return ones / total[..., None], 1.0 / total
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Gated(Aggregator):
+  gate: GateKind = "context"
+  pooling: Pool = "mean"
+  max_segments: int | None = None
+
+  def __post_init__(self):
+    _checks.check_choice(
+      gate=(self.gate, ("context", "shared", "input", "none")),
+      pooling=(self.pooling, ("mean", "sum")),
+    )
+    if (self.gate == "input") != (self.max_segments is not None):
+      raise ValueError(
+        "`max_segments` must be given for gate 'input', and only there: "
+        f"got gate={self.gate!r}, max_segments={self.max_segments!r}."
+      )
+    if self.max_segments is not None:
+      _checks.check_positive(max_segments=self.max_segments)
+
+  @property
+  def router(self) -> GateKind:
+    return self.gate
+
+  @property
+  def pool(self) -> Pool:
+    return self.pooling
+
+  def gates(self) -> Mapping[str, Gate]:
+    match self.router:
+      case "context":
+        return {"u": Gate("connector")}
+      case "input":
+        return {"slot_logits": Gate("linear", width=self.max_segments)}
+      case _:
+        return {}
+
+  def weights(self, logits, own_logit, readable) -> Weights:
+    if self.gate == "none":
+      ones = readable.astype(jnp.float32)
+      return ones, jnp.ones(readable.shape[:-1], jnp.float32)
+    return _softmax(logits, own_logit, readable)
+
+
+@dataclass(frozen=True)
+class GatedResidual(_Gated):
+  r"""Adds up the reads of all memories, each with its own gate (GRM).
+
+  .. math::
+    y_t = \gamma_{t,s} M_t^{(s)}(q_t)
+      + \sum_{i<s} \gamma_{t,i} M^{(i)}(q_t),
+    \quad \gamma_t = \mathrm{softmax}_{i \le s} \langle u_t, \bar p_i \rangle
+
+  Memory Caching (arXiv 2602.24281), Eq. 8-10. The pool of the current segment
+  runs over its tokens up to and including t, so that nothing later is seen.
+
+  Attributes:
+    gate: where relevance comes from; see the module.
+    pooling: mean or sum of a segment's keys.
+    max_segments: most segments of a document, for gate "input" only; tokens
+      of later segments become nan.
+  """
+
+
+@dataclass(frozen=True)
+class MemorySoup(_Gated):
+  r"""Averages the parameters of all memories with gates, and reads once.
+
+  .. math::
+    W^*_{t,j} = \gamma_{t,s} W^{(s)}_{t,j} + \sum_{i<s} \gamma_{t,i} W^{(i)}_j,
+    \qquad y_t = M(q_t; W^*_t)
+
+  Memory Caching (arXiv 2602.24281), Eq. 14-15. Equal to `GatedResidual` where
+  reading is linear in the parameters.
+
+  Attributes:
+    gate: where relevance comes from; see the module.
+    pooling: mean or sum of a segment's keys.
+    max_segments: most segments of a document, for gate "input" only; tokens
+      of later segments become nan.
+  """
+
+  mixes_parameters: ClassVar[bool] = True
+
+
+@dataclass(frozen=True)
+class SparseSelective(_Gated):
+  r"""Reads the online memory and the top-k cached ones (SSC).
+
+  .. math::
+    y_t = \gamma_{t,s} M_t^{(s)}(q_t)
+      + \sum_{i \in R_t} \gamma_{t,i} M^{(i)}(q_t),
+    \quad R_t = \mathrm{top}_k \langle u_t, \bar p_i \rangle
+
+  Memory Caching (arXiv 2602.24281), Eq. 16-17, with the softmax over the
+  selected memories and the online one. Ties go to the older memory. No
+  gradient reaches a memory that was not selected. With gate "none" the router
+  only selects, and all weights are 1.
+
+  Attributes:
+    top_k: cached memories a token reads besides the online one.
+    gate: where relevance comes from; see the module.
+    pooling: mean or sum of a segment's keys.
+    max_segments: most segments of a document, for gate "input" only; tokens
+      of later segments become nan.
+  """
+
+  top_k: int = 2
+
+  def __post_init__(self):
+    super().__post_init__()
+    _checks.check_positive(top_k=self.top_k)
+
+  @property
+  def router(self) -> GateKind:
+    return "context" if self.gate == "none" else self.gate
+
+  def weights(self, logits, own_logit, readable) -> Weights:
+    selected = _top_k(logits, readable, self.top_k)
+    return super().weights(logits, own_logit, selected)
+
+
+def _softmax(logits, own_logit, readable) -> Weights:
+  low = jnp.finfo(jnp.float32).min
+  logits = jnp.where(readable, logits, low)
+  top = jnp.maximum(jnp.max(logits, axis=-1, initial=low), own_logit)
+  top = jax.lax.stop_gradient(top)
+  parts = jnp.where(readable, jnp.exp(logits - top[..., None]), 0.0)
+  own = jnp.exp(own_logit - top)
+  total = own + jnp.sum(parts, axis=-1)
+  return parts / total[..., None], own / total
+
+
+def _top_k(logits, readable, top_k) -> Bool[Array, "*rows s"]:
+  slots = logits.shape[-1]
+  if slots <= top_k:
+    return readable
+  _, chosen = jax.lax.top_k(jnp.where(readable, logits, -jnp.inf), top_k)
+  slot = jnp.arange(slots).reshape((1,) * (logits.ndim - 1) + (-1,))
+  selected = jnp.zeros(logits.shape, bool)
+  for rank in range(top_k):
+    selected |= chosen[..., rank, None] == slot
+  return selected & readable

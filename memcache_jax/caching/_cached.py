@@ -1,0 +1,211 @@
+"""`Cached`: any memory, plus what it was at the end of every segment."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+
+from memcache_jax.array_typing import (
+  Array,
+  Float,
+  Gates,
+  Params,
+  PRNGKeyArray,
+  State,
+)
+from memcache_jax.caching import _one_token, _segment_scan
+from memcache_jax.caching._aggregators import Aggregator, GatedResidual
+from memcache_jax.caching._segments import Constant
+from memcache_jax.caching._state import CacheState
+from memcache_jax.memories._base import (
+  Gate,
+  HeadShape,
+  Memory,
+  Tokens,
+  check_tokens,
+)
+from memcache_jax.ops import _checks
+
+
+@dataclass(frozen=True)
+class Cached(Memory):
+  r"""A memory that grows: its state is cached at the end of every segment.
+
+  .. math::
+    y_t = \mathrm{Agg}(\{M^{(1)}, \dots, M^{(s-1)}\};\, M_t^{(s)};\, q_t)
+
+  Memory Caching (arXiv 2602.24281), Eq. 4-5. It is itself a memory: it can
+  stand wherever the memory inside can, and any split of a sequence into calls
+  gives the same result.
+
+  Attributes:
+    memory: what is written within a segment; any memory.
+    segments: where a document is cut; `Constant(length)`.
+    aggregate: how cached and online memories are read together.
+    write_mode: "independent": every segment starts from the initial memory,
+      in parallel. "checkpoint": one running memory, of which the cache holds
+      snapshots.
+
+  Example:
+    >>> from memcache_jax.caching import Cached, Constant, GatedResidual
+    >>> from memcache_jax.memories import Linear
+    >>> memory = Cached(Linear(), Constant(64), GatedResidual())
+    >>> memory.gates()["u"].kind
+    'connector'
+  """
+
+  memory: Memory
+  segments: Constant = Constant()
+  aggregate: Aggregator = GatedResidual()
+  write_mode: Literal["independent", "checkpoint"] = "independent"
+
+  def __post_init__(self):
+    if isinstance(self.memory, Cached):
+      raise ValueError("`memory` must not be cached already: got a Cached.")
+    for name, kind in (
+      ("memory", Memory),
+      ("segments", Constant),
+      ("aggregate", Aggregator),
+    ):
+      value = getattr(self, name)
+      if not isinstance(value, kind):
+        raise ValueError(
+          f"`{name}` must be an instance of {kind.__name__}: got {value!r}."
+        )
+    _checks.check_choice(
+      write_mode=(self.write_mode, ("independent", "checkpoint"))
+    )
+    taken = set(self.memory.gates()) & set(self.aggregate.gates())
+    if taken:
+      raise ValueError(
+        f"`memory` and `aggregate` must not share gate names: got {taken}."
+      )
+
+  def gates(self) -> Mapping[str, Gate]:
+    return {**self.memory.gates(), **self.aggregate.gates()}
+
+  def init_params(self, key: PRNGKeyArray, shape: HeadShape) -> Params:
+    return self.memory.init_params(key, shape)
+
+  def init_state(
+    self,
+    params: Params,
+    shape: HeadShape,
+    batch: int,
+    *,
+    max_length: int | None = None,
+  ) -> CacheState:
+    """The state before the first token, with room for what will be cached.
+
+    Args:
+      params: of the memory inside.
+      shape: sizes of the heads.
+      batch: rows.
+      max_length: tokens of one document that the cache must hold; the rest of
+        a longer document becomes nan. Must be given.
+
+    Raises:
+      ValueError: when `max_length` is missing or not positive.
+    """
+    if max_length is None:
+      raise ValueError(
+        "`max_length` must be given for a cached memory: the most tokens of "
+        "one document that its state must have room for."
+      )
+    _checks.check_positive(max_length=max_length)
+    return self.empty_state(
+      params, shape, batch, self.segments.capacity(max_length)
+    )
+
+  def empty_state(
+    self, params: Params, shape: HeadShape, batch: int, slots: int
+  ) -> CacheState:
+    """The state before the first token, with room for `slots` memories."""
+    online = self.memory.init_state(params, shape, batch)
+    snapshot = jax.eval_shape(self.memory.snapshot, online)
+    n, k, _ = shape
+    return CacheState(
+      online=online,
+      pool=jnp.zeros((batch, n, k), jnp.float32),
+      position=jnp.zeros((batch,), jnp.int32),
+      memories=jax.tree.map(
+        lambda x: jnp.zeros((batch, slots, *x.shape[1:]), x.dtype), snapshot
+      ),
+      keys=jnp.zeros((batch, slots, n, k), jnp.float32),
+      index=jnp.full((batch, slots), -1, jnp.int32),
+      count=jnp.zeros((batch,), jnp.int32),
+    )
+
+  def step(
+    self,
+    params: Params,
+    state: State,
+    k: Float[Array, "b n k"],
+    v: Float[Array, "b n v"],
+    gates: Gates,
+  ) -> CacheState:
+    gates = {name: gate[:, None] for name, gate in gates.items()}
+    tokens = Tokens(k[:, None], k[:, None], v[:, None], gates)
+    return self.scan(params, state, tokens)[1]
+
+  def snapshot(self, state: State) -> State:
+    return self.memory.snapshot(state.online)
+
+  def read(
+    self, params: Params, memory: State, q: Float[Array, "b t n k"]
+  ) -> Float[Array, "b t n v"]:
+    """Reads one memory, cached or online, by itself."""
+    return self.memory.read(params, memory, q)
+
+  def scan(
+    self, params: Params, state: State | None, tokens: Tokens
+  ) -> tuple[Float[Array, "b t n v"], CacheState]:
+    """Writes and reads many tokens; see `Memory.scan`.
+
+    With state None the returned one has room for the segments of this call
+    and no more: start from `init_state` to go on.
+    """
+    y, state, _ = self.inspect(params, state, tokens)
+    return y, state
+
+  def inspect(
+    self, params: Params, state: State | None, tokens: Tokens
+  ) -> tuple[
+    Float[Array, "b t n v"], CacheState, Float[Array, "b t n s_and_online"]
+  ]:
+    """Like `scan`, and returns the gates too.
+
+    Returns:
+      y, the state, and the weight with which every token reads each memory:
+      those cached before the call, those of the segments of this call in
+      order (0 where not readable), and last the online one.
+    """
+    check_tokens(self, tokens)
+    _check_room(self, tokens)
+    b, t = tokens.q.shape[:2]
+    if state is None and t <= 1:
+      state = self.empty_state(
+        params, tokens.head_shape, b, self.segments.capacity(t)
+      )
+    if t == 1:
+      return _one_token.run(self, params, state, tokens)
+    if t == 0:
+      slots = state.index.shape[1]
+      weights = jnp.zeros((b, 0, tokens.q.shape[2], slots + 1), jnp.float32)
+      return jnp.zeros_like(tokens.v), state, weights
+    return _segment_scan.run(self, params, state, tokens)
+
+
+def _check_room(cached: Cached, tokens: Tokens) -> None:
+  """A gate per absolute segment must exist for every segment of a call."""
+  limit = getattr(cached.aggregate, "max_segments", None)
+  if limit is None or tokens.starts is not None or tokens.mask is not None:
+    return
+  segments = -(-tokens.q.shape[1] // cached.segments.length)
+  if segments > limit:
+    raise ValueError(
+      f"`max_segments` must be at least {segments} for a call of "
+      f"{tokens.q.shape[1]} tokens: got {limit}."
+    )

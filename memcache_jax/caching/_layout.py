@@ -1,0 +1,111 @@
+"""Tokens of one call laid out segment by segment."""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from memcache_jax import token_layout
+from memcache_jax.array_typing import Array, Bool, Int, PyTree
+from memcache_jax.memories._base import Tokens
+
+
+@dataclass(frozen=True)
+class Layout:
+  """Segments of a call, each a row of whole length with empty places.
+
+  Segment 0 is the one that was open before the call. None stands for what is
+  known without looking: every place filled, no document start.
+
+  Attributes:
+    grid: how tokens move, or None where they stay in order.
+    length: tokens per segment.
+    tokens: tokens of the call.
+    valid: places that hold a token.
+    fresh: segments at which a document starts.
+    last: the last segment in use.
+  """
+
+  grid: token_layout.Grid | None
+  length: int
+  tokens: int
+  valid: Bool[Array, "b g c"] | None
+  fresh: Bool[Array, "b g"] | None
+  last: Int[Array, " b"] | int
+
+  def spread(self, tree: PyTree) -> PyTree:
+    """[b t ...] -> [b g c ...]; empty places hold zeros."""
+    if self.grid is None:
+      return jax.tree.map(self._split, tree)
+    b, g, c = self.grid.source.shape
+    flat = token_layout.take_tokens(tree, self.grid.source.reshape(b, g * c))
+    flat = token_layout.zero_masked(flat, self.grid.valid.reshape(b, g * c))
+    return jax.tree.map(lambda x: x.reshape(b, g, c, *x.shape[2:]), flat)
+
+  def collect(self, tree: PyTree) -> PyTree:
+    """[b g c ...] -> [b t ...]; zero for masked tokens, nan for lost ones."""
+
+    def one(x):
+      x = x.reshape(x.shape[0], -1, *x.shape[3:])
+      if self.grid is None:
+        return x[:, : self.tokens]
+      x = token_layout.take_tokens(x, self.grid.target)
+      x = token_layout.zero_masked(x, self.grid.placed)
+      lost = self.grid.overflow.reshape((-1,) + (1,) * (x.ndim - 1))
+      return jnp.where(lost, jnp.full((), jnp.nan, x.dtype), x)
+
+    return jax.tree.map(one, tree)
+
+  def _split(self, x):
+    pad = -x.shape[1] % self.length
+    x = jnp.pad(x, [(0, 0), (0, pad)] + [(0, 0)] * (x.ndim - 2))
+    return x.reshape(x.shape[0], -1, self.length, *x.shape[2:])
+
+
+def lay_out(
+  tokens: Tokens, position: Int[Array, " b"] | None, segments
+) -> Layout:
+  """Plans the segments of a call.
+
+  Args:
+    tokens: the tokens of the call.
+    position: tokens in the open segment; None for a new sequence.
+    segments: where to cut.
+
+  Raises:
+    ValueError: when the number of document starts cannot be known.
+  """
+  b, t = tokens.q.shape[:2]
+  length = segments.length
+  if position is None and tokens.mask is None and tokens.starts is None:
+    blocks = -(-t // length)
+    valid = None
+    if t % length:
+      valid = jnp.arange(blocks * length).reshape(1, blocks, length) < t
+      valid = jnp.broadcast_to(valid, (b, blocks, length))
+    return Layout(None, length, t, valid, None, blocks - 1)
+  mask = jnp.ones((b, t), bool) if tokens.mask is None else tokens.mask
+  starts = jnp.zeros((b, t), bool) if tokens.starts is None else tokens.starts
+  if position is None:
+    blocks = -(-t // length) + _unaligned_starts(tokens)
+    position = jnp.zeros((b,), jnp.int32)
+  else:
+    blocks = segments.blocks(t, _unaligned_starts(tokens))
+  grid = token_layout.align(mask, starts, position, length, blocks)
+  return Layout(grid, length, t, grid.valid, grid.fresh, grid.blocks - 1)
+
+
+def _unaligned_starts(tokens: Tokens) -> int:
+  if tokens.starts is None:
+    return 0
+  if tokens.max_unaligned_starts is not None:
+    return tokens.max_unaligned_starts
+  if isinstance(tokens.starts, jax.core.Tracer):
+    raise ValueError(
+      "`max_unaligned_starts` must be given together with `starts` under a "
+      "jax transformation, since it fixes the size of the padded layout: an "
+      "upper bound on the document starts per row and call that do not fall "
+      "on a segment border (0 for documents packed to segment borders)."
+    )
+  return int(np.max(np.sum(np.asarray(tokens.starts), axis=1), initial=0))

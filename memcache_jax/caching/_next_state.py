@@ -1,0 +1,95 @@
+"""What is left of a call: the open segment, and the cache."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from memcache_jax.array_typing import Array, Bool, Float, Int
+from memcache_jax.caching import _router
+from memcache_jax.caching._state import CacheState
+from memcache_jax.memories._base import select_rows
+
+
+class Segments(NamedTuple):
+  """Facts about the segments of a call; g of them, block 0 was open before."""
+
+  count: Int[Array, "b g c"]  # tokens of the segment up to each place
+  total: Float[Array, "b g n k"]  # sum of the segment's keys
+  running: Float[Array, "b g c n k"]  # the same up to each place
+  index: Int[Array, "b g"]  # number of the segment in its document
+  document: Int[Array, "b g"]  # 0: the one running before the call
+  complete: Bool[Array, "b g"]
+
+
+def advance(cached, params, state, tokens, layout, segments, ends, online):
+  """The state after the call."""
+  b, t = tokens.q.shape[:2]
+  slots = cached.segments.capacity(t) if state is None else state.index.shape[1]
+  last = layout.last
+  if isinstance(last, int):
+    last = jnp.full((b,), last)
+  done = take_block(segments.complete, last)
+  document = take_block(segments.document, last)
+  keys = _router.pooled(
+    cached.aggregate, segments.total, segments.count[:, :, -1]
+  )
+  new = (ends, keys, segments.index)
+  keep = segments.complete & (segments.document == document[:, None])
+  if state is not None:
+    old = (state.memories, state.keys, state.index)
+    new = jax.tree.map(lambda a, b: jnp.concatenate([a, b], 1), old, new)
+    old_keep = (state.index >= 0) & (document == 0)[:, None]
+    keep = jnp.concatenate([old_keep, keep], axis=1)
+  memories, keys, index = _first_kept(new, keep, slots)
+  if cached.write_mode == "independent":
+    initial = cached.memory.init_state(params, tokens.head_shape, b)
+    online = select_rows(done, initial, online)
+  running = (~done).astype(jnp.int32)
+  pool = take_block(segments.total, last)
+  new_state = CacheState(
+    online=online,
+    pool=jnp.where(done[:, None, None], 0.0, pool),
+    position=take_block(segments.count[:, :, -1], last) * running,
+    memories=memories,
+    keys=keys,
+    index=jnp.where(index >= 0, index, -1),
+    count=take_block(segments.index, last) + done.astype(jnp.int32),
+  )
+  if layout.grid is None:
+    return new_state
+  return _poison(new_state, layout.grid.overflow)
+
+
+def _first_kept(tree, keep, slots):
+  """Moves the kept memories of each row to the front of `slots` places."""
+  order = jnp.argsort(~keep, axis=1, stable=True)[:, :slots]
+  filled = jnp.arange(slots)[None] < jnp.sum(keep, axis=1)[:, None]
+
+  def pick(x):
+    x = jnp.take_along_axis(
+      x, order.reshape(order.shape + (1,) * (x.ndim - 2)), axis=1
+    )
+    flags = filled.reshape(filled.shape + (1,) * (x.ndim - 2))
+    empty = -1 if jnp.issubdtype(x.dtype, jnp.integer) else 0
+    return jnp.where(flags, x, jnp.full((), empty, x.dtype))
+
+  return jax.tree.map(pick, tree)
+
+
+def _poison(state, rows):
+  """Makes the state of rows that did not fit nan."""
+
+  def one(x):
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+      return x
+    flags = rows.reshape((-1,) + (1,) * (x.ndim - 1))
+    return jnp.where(flags, jnp.full((), jnp.nan, x.dtype), x)
+
+  return jax.tree.map(one, state)
+
+
+def take_block(tree, block):
+  """[b g ...] -> [b ...], one block per row."""
+  row = jnp.arange(block.shape[0])
+  return jax.tree.map(lambda x: x[row, block], tree)

@@ -1,0 +1,91 @@
+"""One token of a cached memory: what a decode step computes."""
+
+import jax
+import jax.numpy as jnp
+
+from memcache_jax.caching import _router
+from memcache_jax.caching._state import CacheState
+from memcache_jax.memories._base import Tokens, select_rows
+
+
+def run(cached, params, state, tokens):
+  """Writes and reads one token; returns y, state and weights."""
+  b = tokens.q.shape[0]
+  slots = state.index.shape[1]
+  mask = jnp.ones((b, 1), bool) if tokens.mask is None else tokens.mask
+  if tokens.starts is not None:
+    empty = cached.empty_state(params, tokens.head_shape, b, slots)
+    state = select_rows((tokens.starts & mask)[:, 0], empty, state)
+  k = jnp.where(mask[..., None, None], tokens.k, 0)[:, 0]
+  pool = state.pool + k.astype(jnp.float32)
+  position = state.position + mask[:, 0].astype(jnp.int32)
+  own_key = _router.pooled(cached.aggregate, pool, position)
+
+  readable = (state.index >= 0)[:, None, None]
+  logits, own_logit = _router.route(
+    cached.aggregate,
+    tokens,
+    state.keys,
+    own_key[:, None],
+    state.index[:, None],
+    state.count[:, None],
+  )
+  readable = jnp.broadcast_to(readable, (*tokens.q.shape[:3], slots))
+  weights, own = cached.aggregate.weights(logits, own_logit, readable)
+  y, online = _read(cached, params, state, tokens, weights, own)
+  lost = (state.count > slots)[:, None, None, None]
+  y = jnp.where(mask[..., None, None], jnp.where(lost, jnp.nan, y), 0.0)
+
+  state = CacheState(
+    online, pool, position, state.memories, state.keys, state.index,
+    state.count,
+  )  # fmt: skip
+  done = position == cached.segments.length
+  state = _cache(cached, params, state, done, own_key, tokens.head_shape)
+  weights = jnp.concatenate([weights, own[..., None]], axis=-1)
+  return y.astype(tokens.v.dtype), state, weights
+
+
+def _read(cached, params, state, tokens, weights, own):
+  memory = cached.memory
+  inner = memory_tokens(memory, tokens, tokens.mask)
+  if cached.aggregate.mixes_parameters and not memory.reads_linearly:
+    return memory.scan_soup(
+      params, state.online, inner, state.memories, weights, own
+    )
+  y, online = memory.scan(params, state.online, inner)
+  y = own[..., None] * y.astype(jnp.float32)
+  if weights.shape[-1]:
+    y += memory.read_many(params, state.memories, tokens.q, weights)
+  return y, online
+
+
+def memory_tokens(memory, tokens, mask):
+  """The tokens with only the gates of the memory inside, and no starts."""
+  gates = {name: tokens.gates[name] for name in memory.gates()}
+  return Tokens(tokens.q, tokens.k, tokens.v, gates, mask)
+
+
+def _cache(cached, params, state, done, own_key, shape):
+  """Moves the online memory of finished segments into the cache."""
+  b, slots = state.index.shape
+  row = jnp.arange(b)
+  slot = jnp.where(done, state.count, slots)  # out of range: dropped
+
+  def put(stored, new):
+    return stored.at[row, slot].set(new, mode="drop")
+
+  snapshot = cached.memory.snapshot(state.online)
+  online = state.online
+  if cached.write_mode == "independent":
+    initial = cached.memory.init_state(params, shape, b)
+    online = select_rows(done, initial, online)
+  return CacheState(
+    online=online,
+    pool=jnp.where(done[:, None, None], 0.0, state.pool),
+    position=jnp.where(done, 0, state.position),
+    memories=jax.tree.map(put, state.memories, snapshot),
+    keys=put(state.keys, own_key),
+    index=put(state.index, state.count),
+    count=state.count + done.astype(jnp.int32),
+  )

@@ -1,0 +1,300 @@
+"""What a memory is: the protocol, and a slow default for everything in it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from memcache_jax import token_layout
+from memcache_jax.array_typing import (
+  Array,
+  Bool,
+  Float,
+  Gates,
+  Leaf,
+  Params,
+  PRNGKeyArray,
+  State,
+)
+from memcache_jax.ops import _checks
+
+
+class HeadShape(NamedTuple):
+  """Sizes of the heads of a memory, known before anything is traced."""
+
+  num_heads: int
+  key_dim: int
+  value_dim: int
+
+
+@dataclass(frozen=True)
+class Gate:
+  """How a layer should make one gate of a memory from its input.
+
+  Attributes:
+    kind: what the gate is in natural form. "log_decay": logarithm of a decay
+      in (0, 1), Mamba-2's parameterisation. "dt": the time step of that same
+      decay, a write strength. "sigmoid": in (0, scale). "linear": any number.
+      "connector": the router query, as wide as a key.
+    width: numbers per token and head; None for one without an axis of its
+      own ("connector" always has the axis k).
+    bias: bias of the projection at the start, one for all or one per number.
+    scale: factor on a sigmoid.
+  """
+
+  kind: Literal["log_decay", "dt", "sigmoid", "linear", "connector"]
+  width: int | None = None
+  bias: float | tuple[float, ...] = 0.0
+  scale: float = 1.0
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Tokens:
+  """A stretch of tokens as a memory consumes it.
+
+  Attributes:
+    q: queries [b t n k].
+    k: keys [b t n k].
+    v: values [b t n v].
+    gates: what the memory's `gates()` asks for, by name, in natural form,
+      float32: [b t n], [b t n width], or [b t n k] for a connector.
+    mask: False for a token that does not exist [b t]: no write, no decay, no
+      momentum, no position; its y is 0.
+    starts: True at the first token of a document [b t], before which
+      everything is forgotten. Ignored on masked tokens.
+    max_unaligned_starts: most starts per row of this call that may lie off
+      the memory's own grid (segments, inner batches). It fixes the size of
+      the padded layout, so that under `jax.jit` it has to be given whenever
+      `starts` is; a row with more of them becomes nan. 0 for documents packed
+      to segment borders.
+  """
+
+  q: Leaf
+  k: Leaf
+  v: Leaf
+  gates: Mapping[str, Leaf] = field(default_factory=dict)
+  mask: Leaf = None
+  starts: Leaf = None
+  max_unaligned_starts: int | None = field(
+    default=None, metadata={"static": True}
+  )
+
+  @property
+  def head_shape(self) -> HeadShape:
+    return HeadShape(self.q.shape[2], self.q.shape[3], self.v.shape[3])
+
+
+class Memory:
+  """A recurrent memory: a rule for writing keys and values, and reading.
+
+  Subclass it as a frozen dataclass that holds options only (no arrays, no
+  sizes), and define `init_state`, `step` and `read`; everything else then
+  works, token by token. Overriding `scan` makes it fast. All state is
+  explicit, float32, and has the batch axis first.
+
+  Attributes:
+    reads_linearly: reading is linear in what `snapshot` returns, so that a
+      mix of memories reads like the mix of their reads.
+  """
+
+  reads_linearly: ClassVar[bool] = False
+
+  def gates(self) -> Mapping[str, Gate]:
+    """The gates the memory wants for every token, by name."""
+    return {}
+
+  def init_params(self, key: PRNGKeyArray, shape: HeadShape) -> Params:
+    """Learned parameters, shared by all rows; leaves [n ...]."""
+    del key, shape
+    return {}
+
+  def init_state(
+    self,
+    params: Params,
+    shape: HeadShape,
+    batch: int,
+    *,
+    max_length: int | None = None,
+  ) -> State:
+    """The state before the first token; leaves [b ...].
+
+    Args:
+      params: what `init_params` returned, possibly trained.
+      shape: sizes of the heads.
+      batch: rows.
+      max_length: most tokens of one document that the state must have room
+        for. Only memories that grow use it.
+    """
+    raise NotImplementedError
+
+  def step(
+    self,
+    params: Params,
+    state: State,
+    k: Float[Array, "b n k"],
+    v: Float[Array, "b n v"],
+    gates: Gates,
+  ) -> State:
+    """Writes one token."""
+    raise NotImplementedError
+
+  def read(
+    self, params: Params, memory: State, q: Float[Array, "b t n k"]
+  ) -> Float[Array, "b t n v"]:
+    """Reads what `snapshot` returned, at any number of queries."""
+    raise NotImplementedError
+
+  def snapshot(self, state: State) -> State:
+    """The part of the state that is cached and read; leaves [b n ...]."""
+    return state
+
+  def scan(
+    self, params: Params, state: State | None, tokens: Tokens
+  ) -> tuple[Float[Array, "b t n v"], State]:
+    """Writes and reads many tokens; each is read after it was written.
+
+    Args:
+      params: what `init_params` returned, possibly trained.
+      state: what an earlier call returned, or None for a new sequence.
+      tokens: what to write and read.
+
+    Returns:
+      y in the dtype of v, and the state after the last token.
+    """
+    return scan_tokens(self, params, state, tokens)
+
+  def read_many(
+    self,
+    params: Params,
+    memories: State,
+    q: Float[Array, "b t n k"],
+    weights: Float[Array, "b t n s"],
+  ) -> Float[Array, "b t n v"]:
+    """Sum of the reads of stored memories [b s n ...], gated; float32."""
+
+    def add(y, inputs):
+      memory, weight = inputs
+      read = self.read(params, memory, q).astype(jnp.float32)
+      return y + weight[..., None] * read, None
+
+    memories = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), memories)
+    weights = jnp.moveaxis(weights, -1, 0)
+    first = jax.tree.map(lambda x: x[0], memories)
+    out = jax.eval_shape(self.read, params, first, q)
+    zero = jnp.zeros(out.shape, jnp.float32)
+    return jax.lax.scan(jax.checkpoint(add), zero, (memories, weights))[0]
+
+  def scan_soup(
+    self,
+    params: Params,
+    state: State | None,
+    tokens: Tokens,
+    memories: State,
+    weights: Float[Array, "b t n s"],
+    own_weight: Float[Array, "b t n"],
+  ) -> tuple[Float[Array, "b t n v"], State]:
+    """Like `scan`, but reads a mix of parameters (Memory Soup).
+
+    For every token the stored memories [b s n ...] and the online one are
+    averaged with the weights, parameter by parameter, and the average is read
+    once: Memory Caching (arXiv 2602.24281), Eq. 14-15.
+    """
+
+    def read(state, q, index):
+      weight = jnp.take(weights, index, axis=1)
+      own = jnp.take(own_weight, index, axis=1)
+
+      def mix(stored, online):
+        axes = "abcdefgh"[: online.ndim - 2]
+        mixed = jnp.einsum(f"zns,zsn{axes}->zn{axes}", weight, stored)
+        return mixed + own.reshape(own.shape + (1,) * len(axes)) * online
+
+      soup = jax.tree.map(mix, memories, self.snapshot(state))
+      return self.read(params, soup, q)
+
+    return scan_tokens(self, params, state, tokens, read)
+
+
+def scan_tokens(
+  memory: Memory,
+  params: Params,
+  state: State | None,
+  tokens: Tokens,
+  read=None,
+) -> tuple[Float[Array, "b t n v"], State]:
+  """The definition of `Memory.scan`: one token at a time.
+
+  Args:
+    memory: the memory.
+    params: its parameters.
+    state: what to start from, or None for a new sequence.
+    tokens: what to write and read.
+    read: how token number `index` reads, given (state, q, index); None reads
+      the online memory.
+  """
+  check_tokens(memory, tokens)
+  b, t = tokens.q.shape[:2]
+  initial = memory.init_state(params, tokens.head_shape, b)
+  state = initial if state is None else state
+  mask = jnp.ones((b, t), bool) if tokens.mask is None else tokens.mask
+  starts = jnp.zeros_like(mask) if tokens.starts is None else tokens.starts
+  q, k, v, gates = token_layout.zero_masked(
+    (tokens.q, tokens.k, tokens.v, dict(tokens.gates)), mask
+  )
+  if read is None:
+
+    def read(state, q, index):
+      del index
+      return memory.read(params, memory.snapshot(state), q)
+
+  def advance(state, inputs):
+    q, k, v, gates, mask, starts, index = inputs
+    state = select_rows(starts & mask, initial, state)
+    state = select_rows(mask, memory.step(params, state, k, v, gates), state)
+    y = read(state, q[:, None], index)[:, 0]
+    return state, jnp.where(mask[:, None, None], y, 0).astype(v.dtype)
+
+  inputs = (q, k, v, gates, mask, starts)
+  inputs = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), inputs)
+  state, y = jax.lax.scan(advance, state, (*inputs, jnp.arange(t)))
+  return jnp.moveaxis(y, 0, 1), state
+
+
+def select_rows(rows: Bool[Array, " b"], yes: State, no: State) -> State:
+  """Takes `yes` in the rows that are True, else `no`."""
+
+  def select(a, b):
+    return jnp.where(rows.reshape((-1,) + (1,) * (a.ndim - 1)), a, b)
+
+  return jax.tree.map(select, yes, no)
+
+
+def check_tokens(memory: Memory, tokens: Tokens) -> None:
+  """Raises ValueError unless the tokens are what the memory asks for."""
+  specs = {
+    "q": (tokens.q, "b t n k"),
+    "k": (tokens.k, "b t n k"),
+    "v": (tokens.v, "b t n v"),
+    "mask": (tokens.mask, "b t"),
+    "starts": (tokens.starts, "b t"),
+  }
+  wanted = memory.gates()
+  if set(wanted) != set(tokens.gates):
+    raise ValueError(
+      f"`gates` must be {sorted(wanted)}, as {memory} asks: "
+      f"got {sorted(tokens.gates)}."
+    )
+  for name, gate in wanted.items():
+    axes = "b t n"
+    if gate.kind == "connector":
+      axes += " k"
+    elif gate.width is not None:
+      axes += f" {gate.width}"
+    specs[f"gates[{name!r}]"] = (tokens.gates[name], axes)
+  _checks.check_shapes(specs)
+  _checks.check_floating(q=tokens.q, k=tokens.k, v=tokens.v, **tokens.gates)
+  _checks.check_same_dtype(q=tokens.q, k=tokens.k, v=tokens.v)
+  _checks.check_bool(mask=tokens.mask, starts=tokens.starts)

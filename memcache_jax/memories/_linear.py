@@ -1,0 +1,245 @@
+"""Matrix memories written by outer products: linear, decayed, windowed."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import jax.numpy as jnp
+
+from memcache_jax import ops
+from memcache_jax.array_typing import Array, Float, Gates, Params, State
+from memcache_jax.memories._base import (
+  Gate,
+  HeadShape,
+  Memory,
+  Tokens,
+  check_tokens,
+)
+from memcache_jax.ops import LinearAttentionState, _checks
+from memcache_jax.ops._dispatch import Implementation
+
+
+@dataclass(frozen=True, kw_only=True)
+class _MatrixMemory(Memory):
+  """A matrix S per head, read as q S; what is written is for subclasses.
+
+  Attributes:
+    chunk_size: tokens computed in parallel; changes speed only.
+    implementation: of the op, None for the fastest.
+  """
+
+  chunk_size: int = 64
+  implementation: Implementation | None = None
+
+  reads_linearly: ClassVar[bool] = True
+
+  def __post_init__(self):
+    _checks.check_positive(chunk_size=self.chunk_size)
+
+  def _write_window(self) -> int:
+    return 1
+
+  def _log_decay_and_write(self, gates: Gates, num_heads: int):
+    """The op's `log_decay` [b t n] and `write` [b t n w], either None."""
+    raise NotImplementedError
+
+  def init_state(
+    self,
+    params: Params,
+    shape: HeadShape,
+    batch: int,
+    *,
+    max_length: int | None = None,
+  ) -> LinearAttentionState:
+    del params, max_length
+    n, k, v = shape
+    matrix = jnp.zeros((batch, n, k, v), jnp.float32)
+    tail = self._write_window() - 1
+    if tail == 0:
+      return LinearAttentionState(matrix)
+    return LinearAttentionState(
+      matrix,
+      jnp.zeros((batch, tail, n, k), jnp.float32),
+      jnp.zeros((batch, tail, n, v), jnp.float32),
+    )
+
+  def step(
+    self,
+    params: Params,
+    state: State,
+    k: Float[Array, "b n k"],
+    v: Float[Array, "b n v"],
+    gates: Gates,
+  ) -> LinearAttentionState:
+    gates = {name: gate[:, None] for name, gate in gates.items()}
+    k, v = k[:, None], v[:, None]
+    return self.scan(params, state, Tokens(k, k, v, gates))[1]
+
+  def snapshot(self, state: State) -> Float[Array, "b n k v"]:
+    return state.matrix
+
+  def read(
+    self, params: Params, memory: State, q: Float[Array, "b t n k"]
+  ) -> Float[Array, "b t n v"]:
+    del params
+    one = jnp.ones((*q.shape[:3], 1), jnp.float32)
+    return self._cache_read(q, memory[:, None], one)
+
+  def read_many(
+    self,
+    params: Params,
+    memories: State,
+    q: Float[Array, "b t n k"],
+    weights: Float[Array, "b t n s"],
+  ) -> Float[Array, "b t n v"]:
+    del params
+    return self._cache_read(q, memories, weights)
+
+  def _cache_read(self, q, memories, weights):
+    return ops.cache_read(
+      q, memories, weights, implementation=self.implementation
+    )
+
+  def scan(
+    self, params: Params, state: State | None, tokens: Tokens
+  ) -> tuple[Float[Array, "b t n v"], LinearAttentionState]:
+    del params
+    check_tokens(self, tokens)
+    log_decay, write = self._log_decay_and_write(
+      tokens.gates, tokens.q.shape[2]
+    )
+    if log_decay is not None and log_decay.ndim == 1:
+      log_decay = jnp.broadcast_to(log_decay, tokens.q.shape[:3])
+    return ops.linear_attention(
+      tokens.q,
+      tokens.k,
+      tokens.v,
+      log_decay=log_decay,
+      write=write,
+      state=state,
+      mask=tokens.mask,
+      starts=tokens.starts,
+      chunk_size=self.chunk_size,
+      implementation=self.implementation,
+    )
+
+
+@dataclass(frozen=True)
+class Linear(_MatrixMemory):
+  r"""Linear attention: ``S_t = S_{t-1} + k_t^T v_t``, ``y_t = q_t S_t``.
+
+  Memory Caching (arXiv 2602.24281), section 4.3; without normaliser, which
+  the layer's output norm replaces. The initial memory is zero.
+
+  Example:
+    >>> from memcache_jax.memories import Linear
+    >>> Linear().gates()
+    {}
+  """
+
+  def _log_decay_and_write(self, gates, num_heads):
+    del gates, num_heads
+    return None, None
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecayedLinear(_MatrixMemory):
+  r"""Linear attention that forgets: ``S_t = a_t S_{t-1} + b_t k_t^T v_t``.
+
+  Mamba-2 (arXiv 2405.21060), Eq. 16, and RetNet (arXiv 2307.08621), Eq. 5-7,
+  are its presets.
+
+  Attributes:
+    decay: "learned": one a_t per token and head, gate "log_decay". "fixed":
+      ``a = 1 - 2^(-5 - head)``, RetNet's constants.
+    write: "one": b_t = 1. "sigmoid": gate "write" in (0, 1). "dt": gate
+      "write" is the time step that also sets the decay, as in Mamba-2.
+
+  Example:
+    >>> from memcache_jax.memories import DecayedLinear
+    >>> sorted(DecayedLinear.mamba2().gates())
+    ['log_decay', 'write']
+  """
+
+  decay: Literal["learned", "fixed"] = "learned"
+  write: Literal["one", "sigmoid", "dt"] = "one"
+
+  def __post_init__(self):
+    super().__post_init__()
+    _checks.check_choice(decay=(self.decay, ("learned", "fixed")))
+    _checks.check_choice(write=(self.write, ("one", "sigmoid", "dt")))
+    if self.write == "dt" and self.decay != "learned":
+      raise ValueError(
+        "`write` 'dt' is the time step of a learned decay: "
+        f"got decay={self.decay!r}."
+      )
+
+  @classmethod
+  def retnet(cls) -> "DecayedLinear":
+    """RetNet's retention: constant decay per head, unit writes."""
+    return cls(decay="fixed")
+
+  @classmethod
+  def mamba2(cls) -> "DecayedLinear":
+    """Mamba-2's state space: the time step sets decay and write strength."""
+    return cls(write="dt")
+
+  def gates(self) -> Mapping[str, Gate]:
+    gates = {}
+    if self.decay == "learned":
+      gates["log_decay"] = Gate("log_decay")
+    if self.write != "one":
+      gates["write"] = Gate(self.write)
+    return gates
+
+  def _log_decay_and_write(self, gates, num_heads):
+    if self.decay == "fixed":
+      head = jnp.arange(num_heads, dtype=jnp.float32)
+      log_decay = jnp.log1p(-jnp.exp2(-5.0 - head))
+    else:
+      log_decay = gates["log_decay"]
+    write = None if self.write == "one" else gates["write"][..., None]
+    return log_decay, write
+
+
+@dataclass(frozen=True)
+class SlidingWindowLinear(_MatrixMemory):
+  r"""SWLA: every token is written again by the following steps.
+
+  .. math::
+    S_t = a_t S_{t-1} + \sum_{o=0}^{w-1} \beta_{t,o}\, k_{t-o}^T v_{t-o},
+    \qquad y_t = q_t S_t
+
+  Memory Caching (arXiv 2602.24281), Eq. 26-28, in row vectors. A window does
+  not reach over a document start, nor over a segment start when segments are
+  written independently.
+
+  Attributes:
+    window: tokens written at each step, w; the paper's tables use 2.
+
+  Example:
+    >>> from memcache_jax.memories import SlidingWindowLinear
+    >>> SlidingWindowLinear(window=2).gates()["write"].width
+    2
+  """
+
+  window: int = 2
+
+  def __post_init__(self):
+    super().__post_init__()
+    _checks.check_positive(window=self.window)
+
+  def gates(self) -> Mapping[str, Gate]:
+    # The token itself starts strong (0.88), older ones weak (0.12).
+    bias = (2.0,) + (-2.0,) * (self.window - 1)
+    return {
+      "log_decay": Gate("log_decay"),
+      "write": Gate("sigmoid", width=self.window, bias=bias),
+    }
+
+  def _write_window(self) -> int:
+    return self.window
+
+  def _log_decay_and_write(self, gates, num_heads):
+    del num_heads
+    return gates["log_decay"], gates["write"]

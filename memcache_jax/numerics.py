@@ -1,0 +1,82 @@
+"""Arithmetic that must be done one way everywhere: float32, and never NaN."""
+
+import jax
+import jax.numpy as jnp
+
+from memcache_jax.array_typing import Array, Bool, Float
+
+# exp(x) is exactly 0 in float32 (denormals included) below this exponent, so
+# treating a stronger decay as a full reset changes no number.
+_EXP_UNDERFLOW = -104.0
+
+
+def l2_normalize(
+  x: Float[Array, "*axes k"], eps: float = 1e-6
+) -> Float[Array, "*axes k"]:
+  """``x / sqrt(sum(x^2) + eps)`` over the last axis, in float32.
+
+  The epsilon sits under the root so that an all-zero vector (padding) has a
+  finite gradient.
+  """
+  x32 = x.astype(jnp.float32)
+  square = jnp.sum(x32 * x32, axis=-1, keepdims=True)
+  return (x32 * jax.lax.rsqrt(square + eps)).astype(x.dtype)
+
+
+def rms_norm(
+  x: Float[Array, "*axes k"],
+  scale: Float[Array, "..."] | None = None,
+  eps: float = 1e-6,
+) -> Float[Array, "*axes k"]:
+  """``x / rms(x) * scale`` over the last axis, in float32."""
+  x32 = x.astype(jnp.float32)
+  mean_square = jnp.mean(x32 * x32, axis=-1, keepdims=True)
+  y = x32 * jax.lax.rsqrt(mean_square + eps)
+  if scale is not None:
+    scale = scale.astype(jnp.float32)
+    y = y * scale.reshape((1,) * (y.ndim - scale.ndim) + scale.shape)
+  return y.astype(x.dtype)
+
+
+def decay_runs(
+  log_decay: Float[Array, "*rows c"], resets: Bool[Array, "*#rows c"]
+) -> tuple[Float[Array, "*rows c"], Float[Array, "*rows c"]]:
+  """Splits decays into a finite running log sum and a count of resets.
+
+  A decay of zero (``log_decay = -inf``), one too strong for float32 and a
+  document start all forget everything; as exponents they would poison sums
+  of logs, so they are counted instead. The product of the decays of tokens
+  ``i+1..r`` is ``exp(logs[r] - logs[i])`` where ``counts`` agree, else zero.
+
+  Args:
+    log_decay: logarithms of the decays, ``<= 0``, float32.
+    resets: tokens before which everything is forgotten.
+
+  Returns:
+    ``logs`` and ``counts``, both float32, inclusive sums over the last axis.
+  """
+  dead = resets | (log_decay < _EXP_UNDERFLOW)
+  logs = jnp.cumsum(jnp.where(dead, 0.0, log_decay), axis=-1)
+  counts = jnp.cumsum(dead.astype(jnp.float32), axis=-1)
+  return logs, counts
+
+
+def masked_exp(
+  exponent: Float[Array, "*axes"], keep: Bool[Array, "*axes"]
+) -> Float[Array, "*axes"]:
+  """``exp(exponent)`` where ``keep``, else 0, with a gradient that is finite.
+
+  The exponent is masked before ``exp``: masking after it would multiply an
+  infinite derivative by zero.
+  """
+  return jnp.where(keep, jnp.exp(jnp.where(keep, exponent, 0.0)), 0.0)
+
+
+def matmul(
+  subscripts: str, *operands: Float[Array, "..."], dtype: jnp.dtype
+) -> Float[Array, "..."]:
+  """``einsum`` with operands in ``dtype`` and a float32 result."""
+  operands = tuple(x.astype(dtype) for x in operands)
+  return jnp.einsum(
+    subscripts, *operands, preferred_element_type=jnp.float32
+  )

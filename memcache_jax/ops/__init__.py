@@ -1,0 +1,9 @@
+"""Pure functions of arrays; the only place where memories meet hardware."""
+
+from memcache_jax.ops.cache_read import cache_read
+from memcache_jax.ops.linear_attention import (
+  LinearAttentionState,
+  linear_attention,
+)
+
+__all__ = ["LinearAttentionState", "cache_read", "linear_attention"]

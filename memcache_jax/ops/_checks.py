@@ -1,0 +1,76 @@
+"""Argument checks shared by the ops; every error names what came."""
+
+from collections.abc import Mapping
+
+import jax.numpy as jnp
+
+from memcache_jax.array_typing import Array
+
+
+def check_shapes(specs: Mapping[str, tuple[Array | None, str]]) -> None:
+  """Raises ValueError unless all arrays agree on every axis letter.
+
+  Args:
+    specs: argument name -> (array or None, axis letters such as "b t n k");
+      a digit stands for an axis of exactly that size.
+  """
+  sizes: dict[str, tuple[int, str]] = {}
+  for name, (array, letters) in specs.items():
+    if array is None:
+      continue
+    axes = letters.split()
+    if array.ndim != len(axes):
+      raise ValueError(
+        f"`{name}` must have axes ({letters}): got shape {array.shape}."
+      )
+    for letter, size in zip(axes, array.shape, strict=True):
+      if letter.isdigit():
+        sizes.setdefault(letter, (int(letter), "the op"))
+      expected, owner = sizes.setdefault(letter, (size, name))
+      if expected != size:
+        raise ValueError(
+          f"`{name}` must have axes ({letters}) with {letter}={expected} as "
+          f"in `{owner}`: got shape {array.shape}."
+        )
+
+
+def check_floating(**arrays: Array | None) -> None:
+  """Raises ValueError for an array that is not of a floating dtype."""
+  for name, array in arrays.items():
+    if array is not None and not jnp.issubdtype(array.dtype, jnp.floating):
+      raise ValueError(
+        f"`{name}` must have a floating dtype: got {array.dtype}."
+      )
+
+
+def check_same_dtype(**arrays: Array) -> None:
+  """Raises ValueError unless all arrays have one dtype."""
+  dtypes = {name: array.dtype for name, array in arrays.items()}
+  if len(set(dtypes.values())) > 1:
+    names = ", ".join(f"`{name}`" for name in dtypes)
+    raise ValueError(
+      f"{names} must have the same dtype: got "
+      + ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
+      + "."
+    )
+
+
+def check_bool(**arrays: Array | None) -> None:
+  """Raises ValueError for an array that is not boolean."""
+  for name, array in arrays.items():
+    if array is not None and array.dtype != jnp.bool_:
+      raise ValueError(f"`{name}` must be boolean: got {array.dtype}.")
+
+
+def check_positive(**values: int) -> None:
+  """Raises ValueError for a value that is not a positive int."""
+  for name, value in values.items():
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+      raise ValueError(f"`{name}` must be an int of at least 1: got {value!r}.")
+
+
+def check_choice(**values: tuple[object, tuple[object, ...]]) -> None:
+  """Raises ValueError for a value, given with its choices, not among them."""
+  for name, (value, choices) in values.items():
+    if value not in choices:
+      raise ValueError(f"`{name}` must be one of {choices}: got {value!r}.")

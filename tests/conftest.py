@@ -1,0 +1,44 @@
+"""Strict JAX for every test, and the switches tests share.
+
+Nothing here may import memcache_jax: pytest's jaxtyping option has to see the
+package's first import to check the shapes in its signatures.
+"""
+
+import importlib.util
+import os
+from collections.abc import Iterator
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+import pytest
+from flax import nnx
+
+jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+
+@pytest.fixture(params=["graph", "tree"])
+def nnx_mode(request: pytest.FixtureRequest) -> Iterator[str]:
+  """Runs a test in both NNX modes; tree mode is to become the default."""
+  graph = request.param == "graph"
+  with nnx.set_graph_mode(graph), nnx.set_graph_updates(graph):
+    yield request.param
+
+
+def pytest_collection_modifyitems(
+  config: pytest.Config, items: list[pytest.Item]
+) -> None:
+  """Deselects what this machine cannot run; the closing line counts it."""
+  selected = [item for item in items if _can_run(item)]
+  deselected = [item for item in items if item not in selected]
+  if deselected:
+    config.hook.pytest_deselected(items=deselected)
+    items[:] = selected
+
+
+def _can_run(item: pytest.Item) -> bool:
+  if item.get_closest_marker("device") and jax.default_backend() == "cpu":
+    return False
+  modules = (m for mark in item.iter_markers("aot") for m in mark.args)
+  return all(importlib.util.find_spec(module) for module in modules)
