@@ -53,7 +53,7 @@ class Aggregator:
     self,
     logits: Float[Array, "*rows s"] | None,
     own_logit: Float[Array, "*rows"] | None,
-    readable: Bool[Array, "*rows s"],
+    readable: Bool[Array, "*#rows s"],
   ) -> Weights:
     """Weights of the cached memories and of the online one.
 
@@ -61,6 +61,9 @@ class Aggregator:
       logits: relevance of every cached memory; None without a router.
       own_logit: relevance of the online memory.
       readable: which cached memories a token may read.
+
+    Returns:
+      Both weights, of any shape that broadcasts to that of the logits.
     """
     raise NotImplementedError
 

@@ -27,7 +27,7 @@ def run(cached, params, state, tokens):
     tokens,
     state.keys,
     own_key[:, None],
-    state.index[:, None],
+    state.index,
     state.count[:, None],
   )
   readable = jnp.broadcast_to(readable, (*tokens.q.shape[:3], slots))

@@ -23,7 +23,7 @@ def route(
   tokens: Tokens,
   keys: Float[Array, "b s n k"],
   own_key: Float[Array, "b t n k"] | None,
-  index: Int[Array, "b t s"],
+  index: Int[Array, "b s"],
   own_index: Int[Array, "b t"],
 ) -> tuple[Float[Array, "b t n s"] | None, Float[Array, "b t n"] | None]:
   """Logits of the cached memories and of the online one.
@@ -42,7 +42,7 @@ def route(
     case "input":
       logits = tokens.gates["slot_logits"].astype(jnp.float32)
       own = _slot(logits, own_index[..., None])[..., 0]
-      return _slot(logits, index), own
+      return _slot(logits, index[:, None]), own
     case "shared":
       u = tokens.q
     case _:
@@ -58,7 +58,5 @@ def _slot(logits, index):
     index[:, :, None], (*logits.shape[:3], index.shape[-1])
   )
   limit = logits.shape[-1]
-  picked = jnp.take_along_axis(
-    logits, jnp.clip(index, 0, limit - 1), axis=-1
-  )
+  picked = jnp.take_along_axis(logits, jnp.clip(index, 0, limit - 1), axis=-1)
   return jnp.where(index < limit, picked, jnp.nan)

@@ -8,9 +8,14 @@ from einops import rearrange
 
 from memcache_jax.array_typing import Array, Float, Int, State
 from memcache_jax.caching import _layout, _next_state, _router
-from memcache_jax.caching._one_token import memory_tokens
 from memcache_jax.caching._next_state import Segments
+from memcache_jax.caching._one_token import memory_tokens
 from memcache_jax.memories._base import HeadShape, Tokens, select_rows
+
+# Tokens of a call only read memories of earlier segments. The segments are cut
+# into this many bands, each reading no further than its own last segment:
+# 4 bands save 3 of every 8 reads, and the program stays of one size.
+_BANDS = 4
 
 
 def run(cached, params, state, tokens):
@@ -20,32 +25,45 @@ def run(cached, params, state, tokens):
   inner = Tokens(tokens.q, tokens.k, tokens.v, dict(tokens.gates))
   inner = layout.spread(inner)
   segments = _describe(cached, state, layout, inner.k)
-  slots = 0 if state is None else state.index.shape[1]
   y, start, ends, online = _write(cached, params, state, layout, inner)
 
   stored = _stored(state, ends, segments, cached.aggregate)
   weights, own = _weigh(cached, stored, segments, inner)
-  if cached.aggregate.mixes_parameters and not cached.memory.reads_linearly:
-    y = _soup(cached, params, layout, inner, start, stored, weights, own)
-  else:
-    y = own[..., None] * y.astype(jnp.float32)
-    y = y + _read_stored(cached, params, inner.q, stored, weights)
+  carried = 0 if state is None else state.index.shape[1]
+  parts = []
+  for first, last in _bands(y.shape[1]):
+    slots = carried + last - 1
+    band = jax.tree.map(
+      lambda x, first=first, last=last: x[:, first:last],
+      (y, start, inner, layout.valid, own, weights[..., :slots]),
+    )
+    memories = jax.tree.map(lambda x, s=slots: x[:, :s], stored.memories)
+    parts.append(_read(cached, params, memories, *band))
+  y = jnp.concatenate(parts, axis=1)
   if state is not None:
-    lost = (segments.index > slots)[:, :, None, None, None]
+    lost = (segments.index > carried)[:, :, None, None, None]
     y = jnp.where(lost, jnp.nan, y)
   y = layout.collect(y.astype(tokens.v.dtype))
-  weights = jnp.concatenate([weights, own[..., None]], axis=-1)
-  weights = layout.collect(weights)
   state = _next_state.advance(
     cached, params, state, tokens, layout, segments, ends, online
   )
-  return y, state, weights
+  weights = jnp.concatenate([weights, own[..., None]], axis=-1)
+  return y, state, layout.collect(weights)
+
+
+def _bands(blocks: int) -> list[tuple[int, int]]:
+  bands = min(_BANDS, blocks)
+  edges = [round(i * blocks / bands) for i in range(bands + 1)]
+  return list(zip(edges[:-1], edges[1:], strict=True))
 
 
 def _describe(cached, state, layout, k) -> Segments:
   b, g, c, _, _ = k.shape
   k = k.astype(jnp.float32)
-  running = jnp.cumsum(k, axis=2)
+  # A matmul with a triangle of ones: faster than a cumulative sum, forwards
+  # and backwards.
+  causal = jnp.tril(jnp.ones((c, c), jnp.float32))
+  running = jnp.einsum("ce,bgenk->bgcnk", causal, k, precision="highest")
   if layout.valid is None:
     count = jnp.broadcast_to(jnp.arange(1, c + 1)[None, None], (b, g, c))
   else:
@@ -65,9 +83,7 @@ def _describe(cached, state, layout, k) -> Segments:
     running = running.at[:, 0].add(
       jnp.where(goes_on[:, None, None], state.pool, 0.0)[:, None]
     )
-    count = count.at[:, 0].add(
-      jnp.where(goes_on, state.position, 0)[:, None]
-    )
+    count = count.at[:, 0].add(jnp.where(goes_on, state.position, 0)[:, None])
   complete = count[:, :, -1] == c
   return Segments(count, running[:, :, -1], running, index, document, complete)
 
@@ -134,12 +150,8 @@ def _stored(state, ends, segments, aggregate) -> _Stored:
   # Nothing of this call comes after its last segment, so that one is left out.
   keys = _router.pooled(aggregate, segments.total, segments.count[:, :, -1])
   g = keys.shape[1]
-  new = _Stored(
-    ends, keys, segments.index, segments.document, jnp.arange(g)
-  )
-  new = _Stored(
-    *jax.tree.map(lambda x: x[:, :-1], new[:4]), new.block[:-1]
-  )
+  new = _Stored(ends, keys, segments.index, segments.document, jnp.arange(g))
+  new = _Stored(*jax.tree.map(lambda x: x[:, :-1], new[:4]), new.block[:-1])
   if state is None:
     return new
   slots = state.index.shape[1]
@@ -160,57 +172,52 @@ def _weigh(cached, stored, segments, tokens):
   """Weights [b g c n s] of the stored memories and [b g c n] of the own."""
   aggregate = cached.aggregate
   b, g, c, n, _ = tokens.q.shape
-  block = jnp.arange(g)
+  shape = (b, g, c, n, stored.block.shape[0])
   readable = segments.document[:, :, None] == stored.document[:, None]
+  block = jnp.arange(g)
   readable &= (stored.block[None] < block[:, None])[None]
   flat = jax.tree.map(lambda x: x.reshape(b, g * c, *x.shape[3:]), tokens)
   own_key = None
   if aggregate.router in ("context", "shared"):
     own_key = _router.pooled(aggregate, segments.running, segments.count)
     own_key = own_key.reshape(b, g * c, n, -1)
-  index = jnp.repeat(segments.index, c, axis=1)
+  own_index = jnp.broadcast_to(segments.index[:, :, None], (b, g, c))
   logits, own_logit = _router.route(
     aggregate,
     flat,
     stored.keys,
     own_key,
-    jnp.broadcast_to(
-      stored.index[:, None], (b, g * c, stored.index.shape[1])
-    ),
-    index,
+    stored.index,
+    own_index.reshape(b, g * c),
   )
-  readable = jnp.repeat(readable, c, axis=1)[:, :, None]
-  readable = jnp.broadcast_to(readable, (b, g * c, n, readable.shape[-1]))
+  if logits is not None:
+    logits, own_logit = logits.reshape(shape), own_logit.reshape(shape[:-1])
+  readable = readable[:, :, None, None]
   weights, own = aggregate.weights(logits, own_logit, readable)
-  return (
-    weights.reshape(b, g, c, n, -1),
-    own.reshape(b, g, c, n),
-  )
+  return jnp.broadcast_to(weights, shape), jnp.broadcast_to(own, shape[:-1])
 
 
-def _read_stored(cached, params, q, stored, weights):
-  b, g, c, n, k = q.shape
+def _read(cached, params, memories, y, start, tokens, valid, own, weights):
+  """Reads [b g c n v] of the stored memories and the online one, combined."""
+  memory = cached.memory
+  if cached.aggregate.mixes_parameters and not memory.reads_linearly:
+    tokens = memory_tokens(memory, tokens, valid)
+
+    def soup(start, tokens, weights, own):
+      return memory.scan_soup(params, start, tokens, memories, weights, own)[0]
+
+    return jax.vmap(soup, in_axes=1, out_axes=1)(start, tokens, weights, own)
+  y = own[..., None] * y.astype(jnp.float32)
   if weights.shape[-1] == 0:
-    return 0.0
-  y = cached.memory.read_many(
+    return y
+  b, g, c, n, k = tokens.q.shape
+  read = memory.read_many(
     params,
-    stored.memories,
-    q.reshape(b, g * c, n, k),
+    memories,
+    tokens.q.reshape(b, g * c, n, k),
     weights.reshape(b, g * c, n, -1),
   )
-  return y.reshape(b, g, c, n, -1)
-
-
-def _soup(cached, params, layout, tokens, start, stored, weights, own):
-  memory = cached.memory
-  tokens = memory_tokens(memory, tokens, layout.valid)
-
-  def segment(start, tokens, weights, own):
-    return memory.scan_soup(
-      params, start, tokens, stored.memories, weights, own
-    )[0]
-
-  return jax.vmap(segment, in_axes=1, out_axes=1)(start, tokens, weights, own)
+  return y + read.reshape(y.shape)
 
 
 def _fold(tree):
@@ -218,6 +225,4 @@ def _fold(tree):
 
 
 def _unfold(tree, g):
-  return jax.tree.map(
-    lambda x: rearrange(x, "(b g) ... -> b g ...", g=g), tree
-  )
+  return jax.tree.map(lambda x: rearrange(x, "(b g) ... -> b g ...", g=g), tree)

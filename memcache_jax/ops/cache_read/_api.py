@@ -10,7 +10,7 @@ def cache_read(
   states: Float[Array, "b s n k v"],
   weights: Float[Array, "b t n s"],
   *,
-  chunk_size: int = 128,
+  chunk_size: int = 256,
   implementation: _dispatch.Implementation | None = None,
 ) -> Float[Array, "b t n v"]:
   r"""Reads many stored matrix memories at once, each with its own gate.

@@ -1,7 +1,7 @@
 """The gated read as one matmul per chunk of tokens.
 
-sum_i gamma_i q S_i = (gamma (x) q) [S_1; S_2; ...]: the gate scales the query,
-and the sum over memories joins the contraction over keys.
+All stored memories side by side are one wide matrix: a chunk of queries reads
+every memory in a single matmul, and the gates then weigh the reads.
 """
 
 import jax
@@ -22,24 +22,30 @@ def cache_read(
   tokens, slots = q.shape[1], states.shape[1]
   if tokens == 0 or slots == 0:
     return jnp.zeros((*q.shape[:3], states.shape[-1]), jnp.float32)
-  stacked = rearrange(states, "b s n k v -> b n (s k) v")
-
-  # Recomputed in the backward pass: the gated queries of all tokens together
-  # would be as large as one query per token and stored memory.
-  @jax.checkpoint
-  def read(q, weights):
-    gated = weights[..., None] * q.astype(jnp.float32)[:, :, :, None]
-    gated = rearrange(gated, "b c n s k -> b n c (s k)")
-    return numerics.matmul("bncj,bnjv->bcnv", gated, stacked, dtype=q.dtype)
-
+  if tokens == 1:
+    return _one_token(q, states, weights)
   size = min(chunk_size, tokens)
-  if size == tokens:
-    return read(q, weights)
-  q, weights = _split(q, size), _split(weights, size)
-  y = jax.lax.map(lambda x: read(*x), (q, weights))
-  return rearrange(y, "g b c n v -> b (g c) n v")[:, :tokens]
+  wide = rearrange(states, "b s n k v -> b n k (s v)")
+
+  # Recomputed in the backward pass: the reads of all tokens together would be
+  # as large as one value per token and stored memory.
+  @jax.checkpoint
+  def read(chunk):
+    q, weights = chunk
+    reads = numerics.matmul("bnck,bnkj->bncj", q, wide, dtype=q.dtype)
+    reads = rearrange(reads, "b n c (s v) -> b n c s v", s=slots)
+    return jnp.einsum("bncs,bncsv->bncv", weights, reads)
+
+  y = jax.lax.map(read, (_split(q, size), _split(weights, size)))
+  return rearrange(y, "g b n c v -> b (g c) n v")[:, :tokens]
+
+
+def _one_token(q, states, weights):
+  """Reads without laying the states out anew, which would cost more."""
+  reads = numerics.matmul("btnk,bsnkv->btnsv", q, states, dtype=q.dtype)
+  return jnp.einsum("btns,btnsv->btnv", weights, reads)
 
 
 def _split(x, size):
   x = jnp.pad(x, [(0, 0), (0, -x.shape[1] % size), (0, 0), (0, 0)])
-  return rearrange(x, "b (g c) n k -> g b c n k", c=size)
+  return rearrange(x, "b (g c) n k -> g b n c k", c=size)
