@@ -4,5 +4,4 @@ from memcache_jax import caching, memories, ops
 from memcache_jax.token_layout import document_starts
 from memcache_jax.version import __version__
 
-__all__ = ["__version__",
-  "caching", "document_starts", "memories", "ops"]
+__all__ = ["__version__", "caching", "document_starts", "memories", "ops"]

@@ -77,6 +77,4 @@ def matmul(
 ) -> Float[Array, "..."]:
   """``einsum`` with operands in ``dtype`` and a float32 result."""
   operands = tuple(x.astype(dtype) for x in operands)
-  return jnp.einsum(
-    subscripts, *operands, preferred_element_type=jnp.float32
-  )
+  return jnp.einsum(subscripts, *operands, preferred_element_type=jnp.float32)

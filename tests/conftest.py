@@ -16,6 +16,8 @@ from flax import nnx
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+# Tests compile far more than they compute.
+jax.config.update("jax_disable_most_optimizations", True)
 
 
 @pytest.fixture(params=["graph", "tree"])

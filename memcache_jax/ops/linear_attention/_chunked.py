@@ -61,7 +61,9 @@ def _chunks(q, k, v, log_decay, write, state, count, starts, chunk_size):
   tails = _tails(state, k, v, count, starts)
   ages = None
   if state.keys is not None and starts is not None:
-    ages = token_layout.age_in_document(starts, jnp.full(b, tokens, jnp.int32))
+    # Tokens before this call lie in the tail, so that all may be reached.
+    reach = jnp.full(b, state.keys.shape[1], jnp.int32)
+    ages = token_layout.age_in_document(starts, reach)
   dtype = v.dtype
   # Padding writes nothing and decays nothing, as it consists of zeros.
   q, k, v, log_decay, write, starts, ages = [
@@ -182,10 +184,14 @@ def _tails(state, k, v, count, starts):
   b, t = k.shape[:2]
   w = state.keys.shape[1]
   count = jnp.full(b, t) if count is None else count
-  index = count[:, None] + jnp.arange(w)[None]  # in the old tail, then this call
+  index = (
+    count[:, None] + jnp.arange(w)[None]
+  )  # in the old tail, then this call
   keep = jnp.ones((b, w), bool)
   if starts is not None:
-    last = jnp.max(jnp.where(starts, jnp.arange(t)[None], -1), axis=1, initial=-1)
+    last = jnp.max(
+      jnp.where(starts, jnp.arange(t)[None], -1), axis=1, initial=-1
+    )
     keep = index >= jnp.where(last < 0, 0, last + w)[:, None]
   tails = []
   for tail, x in ((state.keys, k), (state.values, v)):

@@ -51,9 +51,7 @@ def _step(state, inputs):
   )
   matrix = decay[..., None, None] * state.matrix + written
   new = LinearAttentionState(matrix, keys[:, 1:], values[:, 1:])
-  state = jax.tree.map(
-    lambda a, b: jnp.where(_rows(mask, a), a, b), new, state
-  )
+  state = jax.tree.map(lambda a, b: jnp.where(_rows(mask, a), a, b), new, state)
   y = jnp.einsum("bnk,bnkv->bnv", q, state.matrix, precision="highest")
   return state, jnp.where(_rows(mask, y), y, 0.0)
 

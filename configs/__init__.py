@@ -1,0 +1,1 @@
+"""Configurations of the examples; each says its command and its result."""

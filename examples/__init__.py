@@ -1,0 +1,1 @@
+"""Runnable examples, from the root of a checkout: `python -m examples...`."""

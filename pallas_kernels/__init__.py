@@ -1,0 +1,8 @@
+"""Pallas kernels, imported as `memcache_jax.pallas_kernels`.
+
+The folder stands beside the package and is installed inside it. Kernels import
+jax only, are loaded when an op first runs one, and never look at the device
+when imported. There is none yet: every op runs its XLA form.
+"""
+
+__all__: list[str] = []

@@ -1,0 +1,103 @@
+"""The memories under contract, each alone and cached in every way."""
+
+import itertools
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+
+from memcache_jax.caching import (
+  Cached,
+  Constant,
+  GatedResidual,
+  MemorySoup,
+  MovingAverage,
+  Residual,
+  SparseSelective,
+)
+from memcache_jax.memories import (
+  DecayedLinear,
+  HeadShape,
+  Linear,
+  Memory,
+  SlidingWindowLinear,
+)
+
+SHAPE = HeadShape(num_heads=2, key_dim=4, value_dim=3)
+SEGMENT = 5
+CHUNK = 3  # neither divides the other, nor a length used in the tests
+
+
+@dataclass(frozen=True)
+class Saturating(Memory):
+  """A user's memory: only what must be defined, and not linear to read."""
+
+  def init_state(self, params, shape, batch, *, max_length=None):
+    del params, max_length
+    n, k, v = shape
+    return jnp.zeros((batch, n, k, v), jnp.float32)
+
+  def step(self, params, state, k, v, gates):
+    del params, gates
+    written = jnp.einsum("bnk,bnv->bnkv", k, v).astype(jnp.float32)
+    return 0.9 * state + written
+
+  def read(self, params, memory, q):
+    del params
+    y = jnp.einsum("btnk,bnkv->btnv", q.astype(jnp.float32), memory)
+    return jnp.tanh(y)
+
+
+# A new memory is one line here.
+MEMORIES = (
+  Linear(chunk_size=CHUNK),
+  DecayedLinear.mamba2(),
+  DecayedLinear.retnet(),
+  SlidingWindowLinear(3, chunk_size=CHUNK),
+  Saturating(),
+)
+
+AGGREGATORS = (
+  Residual(),
+  GatedResidual(),
+  GatedResidual(gate="shared", pooling="sum"),
+  GatedResidual(gate="input", max_segments=12),
+  GatedResidual(gate="none"),
+  MemorySoup(),
+  MovingAverage(),
+  SparseSelective(2),
+  SparseSelective(1, gate="none"),
+)
+
+WRITE_MODES = ("independent", "checkpoint")
+
+CACHED = tuple(
+  Cached(memory, Constant(SEGMENT), aggregate, write_mode)
+  for memory, aggregate, write_mode in itertools.product(
+    MEMORIES, AGGREGATORS, WRITE_MODES
+  )
+)
+
+# Every memory with every aggregator once, and both with either write mode:
+# for properties that are slow to compile.
+SELECTION = MEMORIES + tuple(
+  Cached(memory, Constant(SEGMENT), aggregate, WRITE_MODES[(i + j) % 2])
+  for (i, memory), (j, aggregate) in itertools.product(
+    enumerate(MEMORIES), enumerate(AGGREGATORS)
+  )
+  if (i + 2 * j) % len(MEMORIES) in (0, 1)
+)
+
+
+def name(memory: Memory) -> str:
+  """A short name for test ids."""
+  if not isinstance(memory, Cached):
+    return _short(memory)
+  parts = (_short(memory.memory), _short(memory.aggregate), memory.write_mode)
+  return "-".join(parts)
+
+
+def _short(x) -> str:
+  fields = (
+    getattr(x, field, None) for field in ("decay", "gate", "top_k", "window")
+  )
+  return type(x).__name__ + "".join(f"_{f}" for f in fields if f is not None)

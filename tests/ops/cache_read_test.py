@@ -1,0 +1,78 @@
+"""The chunked gated read against its definition."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from memcache_jax.ops import cache_read
+from memcache_jax.testing import assert_close
+
+
+def _inputs(t, s, dtype=jnp.float32):
+  rng = np.random.default_rng(t)
+  normal = lambda *axes: jnp.asarray(rng.standard_normal(axes), jnp.float32)
+  q = normal(2, t, 3, 6).astype(dtype)
+  return q, normal(2, s, 3, 6, 5), jnp.abs(normal(2, t, 3, s))
+
+
+def _run(inputs, **options):
+  def loss(q, states, weights):
+    y = cache_read(q, states, weights, **options)
+    return jnp.sum(jnp.sin(y)), y
+
+  run = jax.jit(jax.grad(loss, argnums=(0, 1, 2), has_aux=True))
+  return run(*inputs)
+
+
+@pytest.mark.parametrize(("t", "s"), [(1, 4), (7, 1), (33, 5), (32, 2)])
+def test_equals_the_definition(t, s):
+  inputs = _inputs(t, s)
+  got = _run(inputs, chunk_size=8)
+  expected = _run(inputs, implementation="reference")
+  assert_close(got, expected)
+
+
+def test_bfloat16_queries():
+  q, states, weights = _inputs(16, 4, jnp.bfloat16)
+  y = cache_read(q, states, weights)
+  assert y.dtype == jnp.float32
+  exact = cache_read(q.astype(jnp.float32), states, weights)
+  assert_close(y, exact, 1e-2)
+
+
+def test_nothing_to_read():
+  q, states, weights = _inputs(4, 3)
+  assert not np.any(cache_read(q, states[:, :0], weights[..., :0]))
+  assert cache_read(q[:, :0], states, weights[:, :0]).shape == (2, 0, 3, 5)
+
+
+def test_no_array_of_tokens_times_memory():
+  """Nothing of the size tokens x parameters, forwards or backwards."""
+  q, states, weights = _inputs(64, 4)
+
+  def loss(*inputs):
+    return jnp.sum(jnp.sin(cache_read(*inputs, chunk_size=8)))
+
+  jaxpr = jax.make_jaxpr(jax.grad(loss, argnums=(0, 1, 2)))(q, states, weights)
+  largest = max(
+    var.aval.size
+    for eqn in _equations(jaxpr.jaxpr)
+    for var in eqn.outvars
+    if hasattr(var.aval, "size")
+  )
+  assert largest < 64 * states[0, 0].size
+
+
+def _equations(jaxpr):
+  for eqn in jaxpr.eqns:
+    yield eqn
+    for inner in jax.core.jaxprs_in_params(eqn.params):
+      yield from _equations(inner)
+
+
+def test_wrong_shapes():
+  q, states, weights = _inputs(4, 3)
+  function = getattr(cache_read, "__wrapped__", cache_read)
+  with pytest.raises(ValueError, match="`weights` must have axes"):
+    function(q, states, weights[..., :2])

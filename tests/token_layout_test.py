@@ -1,0 +1,92 @@
+"""Token moves against loops over single tokens."""
+
+import jax.numpy as jnp
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from memcache_jax import document_starts, token_layout
+
+ROWS, TOKENS, BLOCK = 2, 13, 4
+
+flags = hnp.arrays(bool, (ROWS, TOKENS))
+positions = hnp.arrays(np.int32, (ROWS,), elements=st.integers(0, BLOCK - 1))
+
+
+@settings(max_examples=60, deadline=None)
+@given(flags, flags, positions)
+def test_align(mask, starts, position):
+  blocks = 12
+  grid = token_layout.align(
+    jnp.asarray(mask), jnp.asarray(starts), jnp.asarray(position), BLOCK, blocks
+  )
+  for row in range(ROWS):
+    place = int(position[row])
+    fresh = set()
+    expected = {}
+    for t in range(TOKENS):
+      if not mask[row, t]:
+        continue
+      if starts[row, t]:
+        place += -place % BLOCK
+        fresh.add(place // BLOCK)
+      expected[t] = place
+      place += 1
+    fits = {t: p for t, p in expected.items() if p < blocks * BLOCK}
+    assert bool(grid.overflow[row]) == (len(fits) < len(expected))
+    valid = np.asarray(grid.valid[row]).reshape(-1)
+    source = np.asarray(grid.source[row]).reshape(-1)
+    assert sorted(fits.values()) == list(np.flatnonzero(valid))
+    for t in range(TOKENS):
+      assert bool(grid.placed[row, t]) == (t in fits)
+      if t in fits:
+        assert int(grid.target[row, t]) == fits[t]
+        assert source[fits[t]] == t
+    assert fresh & set(range(blocks)) == set(
+      np.flatnonzero(np.asarray(grid.fresh[row]))
+    )
+    used = max((p // BLOCK for p in fits.values()), default=0) + 1
+    if not bool(grid.overflow[row]):
+      assert int(grid.blocks[row]) == used
+
+
+@settings(max_examples=40, deadline=None)
+@given(flags)
+def test_compact(mask):
+  plan = token_layout.compact(jnp.asarray(mask))
+  for row in range(ROWS):
+    real = np.flatnonzero(mask[row])
+    assert int(plan.count[row]) == len(real)
+    np.testing.assert_array_equal(plan.source[row, : len(real)], real)
+    np.testing.assert_array_equal(plan.target[row, real], np.arange(len(real)))
+    assert np.sum(plan.valid[row]) == len(real)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+  hnp.arrays(np.int32, (ROWS, TOKENS), elements=st.integers(0, 2)), flags
+)
+def test_document_starts(ids, mask):
+  starts = document_starts(jnp.asarray(ids), jnp.asarray(mask))
+  for row in range(ROWS):
+    before = None
+    for t in range(TOKENS):
+      expected = mask[row, t] and before is not None and ids[row, t] != before
+      assert bool(starts[row, t]) == expected
+      if mask[row, t]:
+        before = ids[row, t]
+
+
+@settings(max_examples=40, deadline=None)
+@given(flags, hnp.arrays(np.int32, (ROWS,), elements=st.integers(0, 5)))
+def test_age_in_document(starts, age_before):
+  ages = token_layout.age_in_document(
+    jnp.asarray(starts), jnp.asarray(age_before)
+  )
+  for row in range(ROWS):
+    age = int(age_before[row])
+    for t in range(TOKENS):
+      age = 0 if starts[row, t] else age
+      assert int(ages[row, t]) == age
+      age += 1
