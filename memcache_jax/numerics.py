@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from memcache_jax.array_typing import Array, Bool, Float
+from memcache_jax.array_typing import Array, Bool, DType, Float
 
 # exp(x) is exactly 0 in float32 (denormals included) below this exponent, so
 # treating a stronger decay as a full reset changes no number.
@@ -73,7 +73,7 @@ def masked_exp(
 
 
 def matmul(
-  subscripts: str, *operands: Float[Array, "..."], dtype: jnp.dtype
+  subscripts: str, *operands: Float[Array, "..."], dtype: DType
 ) -> Float[Array, "..."]:
   """``einsum`` with operands in ``dtype`` and a float32 result."""
   operands = tuple(x.astype(dtype) for x in operands)

@@ -8,12 +8,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from memcache_jax.array_typing import Array, Float, Params, PyTree, State
+from memcache_jax.array_typing import (
+  Array,
+  DType,
+  Float,
+  Params,
+  PyTree,
+  State,
+)
 from memcache_jax.memories._base import Gate, HeadShape, Memory, Tokens
 
 
 def relative_error(
-  x: Float[Array, "*axes"], reference: Float[Array, "*axes"]
+  x: Float[Array | np.ndarray, "*axes"],
+  reference: Float[Array | np.ndarray, "*axes"],
 ) -> float:
   """``rms(x - reference) / max(rms(reference), 1e-3)``."""
   chex.assert_equal_shape((x, reference))
@@ -58,7 +66,7 @@ def random_tokens(
   seed: int = 0,
   mask_probability: float = 0.0,
   start_probability: float = 0.0,
-  dtype: jnp.dtype = jnp.float32,
+  dtype: DType = jnp.float32,
 ) -> Tokens:
   """Random tokens with the gates the memory asks for.
 

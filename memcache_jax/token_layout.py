@@ -10,6 +10,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from memcache_jax import sharding
 from memcache_jax.array_typing import Array, Bool, Int, PyTree, Shaped
 
 
@@ -131,14 +132,13 @@ def align(
 
   placed = mask & (index < num_blocks)
   target = jnp.where(placed, index * block + offset % block, num_blocks * block)
-  row = jnp.arange(rows)[:, None]
   token = jnp.broadcast_to(_indices(mask), mask.shape)
-  empty = jnp.full((rows, num_blocks * block), -1, jnp.int32)
-  source = empty.at[row, target].set(token, mode="drop")
+  empty = jnp.full_like(mask, -1, jnp.int32, shape=(rows, num_blocks * block))
+  source = put_rows(empty, target, token)
   source = source.reshape(rows, num_blocks, block)
   begins = jnp.where(placed & starts, index, num_blocks)
-  fresh = jnp.zeros((rows, num_blocks), bool)
-  fresh = fresh.at[row, begins].set(True, mode="drop")
+  closed = jnp.full_like(mask, False, shape=(rows, num_blocks))
+  fresh = put_rows(closed, begins, jnp.ones_like(starts))
   last = jnp.max(jnp.where(mask, index, 0), axis=1, initial=0)
   return Grid(
     source=jnp.maximum(source, 0),
@@ -155,8 +155,27 @@ def take_tokens(
   tree: PyTree[Shaped[Array, "b t ..."]], index: Int[Array, "b ..."]
 ) -> PyTree[Shaped[Array, "b ..."]]:
   """Gathers tokens by per-row index; index axes replace the token axis."""
-  row = jnp.arange(index.shape[0]).reshape((-1,) + (1,) * (index.ndim - 1))
-  return jax.tree.map(lambda x: x[row, index], tree)
+
+  # Mapped over rows, so that rows spread over devices stay where they are.
+  def take(x):
+    rows = sharding.rows_like(index, x)
+    return jax.vmap(lambda x, index: x[index])(
+      sharding.rows_like(x, rows), rows
+    )
+
+  return jax.tree.map(take, tree)
+
+
+def put_rows(
+  x: Shaped[Array, "b t ..."],
+  index: Int[Array, "b s"],
+  new: Shaped[Array, "b s ..."],
+) -> Shaped[Array, "b t ..."]:
+  """Sets places of each row; an index out of range is dropped."""
+  index = sharding.rows_like(index, new)
+  x = sharding.rows_like(x, index)
+  put = jax.vmap(lambda x, index, new: x.at[index].set(new, mode="drop"))
+  return put(x, index, sharding.rows_like(new, index))
 
 
 def zero_masked(

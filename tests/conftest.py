@@ -11,6 +11,7 @@ from collections.abc import Iterator
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
+import jaxtyping
 import pytest
 from flax import nnx
 
@@ -26,6 +27,17 @@ def nnx_mode(request: pytest.FixtureRequest) -> Iterator[str]:
   graph = request.param == "graph"
   with nnx.set_graph_mode(graph), nnx.set_graph_updates(graph):
     yield request.param
+
+
+@pytest.fixture
+def as_a_user() -> Iterator[None]:
+  """Without the run-time types of the tests, which users do not have.
+
+  Bad arguments must be refused by the library itself.
+  """
+  jaxtyping.config.update("jaxtyping_disable", True)
+  yield
+  jaxtyping.config.update("jaxtyping_disable", False)
 
 
 def pytest_collection_modifyitems(

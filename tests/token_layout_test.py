@@ -64,9 +64,7 @@ def test_compact(mask):
 
 
 @settings(max_examples=40, deadline=None)
-@given(
-  hnp.arrays(np.int32, (ROWS, TOKENS), elements=st.integers(0, 2)), flags
-)
+@given(hnp.arrays(np.int32, (ROWS, TOKENS), elements=st.integers(0, 2)), flags)
 def test_document_starts(ids, mask):
   starts = document_starts(jnp.asarray(ids), jnp.asarray(mask))
   for row in range(ROWS):

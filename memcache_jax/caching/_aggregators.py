@@ -35,6 +35,9 @@ class Aggregator:
 
   mixes_parameters: ClassVar[bool] = False
 
+  # Segments of a document that the gates know; None for any number.
+  max_segments: ClassVar[int | None] = None
+
   @property
   def router(self) -> GateKind:
     """Where relevance comes from; "none" when it is not needed."""
@@ -105,7 +108,7 @@ class MovingAverage(Aggregator):
 class _Gated(Aggregator):
   gate: GateKind = "context"
   pooling: Pool = "mean"
-  max_segments: int | None = None
+  max_segments: int | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
 
   def __post_init__(self):
     _checks.check_choice(

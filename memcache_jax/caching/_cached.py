@@ -200,7 +200,7 @@ class Cached(Memory):
 
 def _check_room(cached: Cached, tokens: Tokens) -> None:
   """A gate per absolute segment must exist for every segment of a call."""
-  limit = getattr(cached.aggregate, "max_segments", None)
+  limit = cached.aggregate.max_segments
   if limit is None or tokens.starts is not None or tokens.mask is not None:
     return
   segments = -(-tokens.q.shape[1] // cached.segments.length)

@@ -5,6 +5,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from memcache_jax import token_layout
 from memcache_jax.array_typing import Array, Bool, Float, Int
 from memcache_jax.caching import _router
 from memcache_jax.caching._state import CacheState
@@ -67,14 +68,11 @@ def _first_kept(tree, keep, slots):
   filled = jnp.arange(slots)[None] < jnp.sum(keep, axis=1)[:, None]
 
   def pick(x):
-    x = jnp.take_along_axis(
-      x, order.reshape(order.shape + (1,) * (x.ndim - 2)), axis=1
-    )
     flags = filled.reshape(filled.shape + (1,) * (x.ndim - 2))
     empty = -1 if jnp.issubdtype(x.dtype, jnp.integer) else 0
     return jnp.where(flags, x, jnp.full((), empty, x.dtype))
 
-  return jax.tree.map(pick, tree)
+  return jax.tree.map(pick, token_layout.take_tokens(tree, order))
 
 
 def _poison(state, rows):
@@ -91,5 +89,5 @@ def _poison(state, rows):
 
 def take_block(tree, block):
   """[b g ...] -> [b ...], one block per row."""
-  row = jnp.arange(block.shape[0])
-  return jax.tree.map(lambda x: x[row, block], tree)
+  taken = token_layout.take_tokens(tree, block[:, None])
+  return jax.tree.map(lambda x: x[:, 0], taken)

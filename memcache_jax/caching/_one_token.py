@@ -1,8 +1,11 @@
 """One token of a cached memory: what a decode step computes."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 
+from memcache_jax import token_layout
 from memcache_jax.caching import _router
 from memcache_jax.caching._state import CacheState
 from memcache_jax.memories._base import Tokens, select_rows
@@ -12,12 +15,18 @@ def run(cached, params, state, tokens):
   """Writes and reads one token; returns y, state and weights."""
   b = tokens.q.shape[0]
   slots = state.index.shape[1]
-  mask = jnp.ones((b, 1), bool) if tokens.mask is None else tokens.mask
+  mask = tokens.mask
+  if mask is None:
+    mask = jnp.ones((b, 1), bool)
+  else:  # whatever a masked token holds, even nan, must not reach a product
+    q, k, v, gates = token_layout.zero_masked(
+      (tokens.q, tokens.k, tokens.v, dict(tokens.gates)), mask
+    )
+    tokens = replace(tokens, q=q, k=k, v=v, gates=gates)
   if tokens.starts is not None:
     empty = cached.empty_state(params, tokens.head_shape, b, slots)
     state = select_rows((tokens.starts & mask)[:, 0], empty, state)
-  k = jnp.where(mask[..., None, None], tokens.k, 0)[:, 0]
-  pool = state.pool + k.astype(jnp.float32)
+  pool = state.pool + tokens.k[:, 0].astype(jnp.float32)
   position = state.position + mask[:, 0].astype(jnp.int32)
   own_key = _router.pooled(cached.aggregate, pool, position)
 
@@ -33,8 +42,9 @@ def run(cached, params, state, tokens):
   readable = jnp.broadcast_to(readable, (*tokens.q.shape[:3], slots))
   weights, own = cached.aggregate.weights(logits, own_logit, readable)
   y, online = _read(cached, params, state, tokens, weights, own)
-  lost = (state.count > slots)[:, None, None, None]
-  y = jnp.where(mask[..., None, None], jnp.where(lost, jnp.nan, y), 0.0)
+  lost = _router.beyond(cached.aggregate, state.count, slots)
+  y = jnp.where(lost[:, None, None, None], jnp.nan, y)
+  y = jnp.where(mask[..., None, None], y, 0.0)
 
   state = CacheState(
     online, pool, position, state.memories, state.keys, state.index,
@@ -69,11 +79,10 @@ def memory_tokens(memory, tokens, mask):
 def _cache(cached, params, state, done, own_key, shape):
   """Moves the online memory of finished segments into the cache."""
   b, slots = state.index.shape
-  row = jnp.arange(b)
-  slot = jnp.where(done, state.count, slots)  # out of range: dropped
+  slot = jnp.where(done, state.count, slots)[:, None]  # out of range: dropped
 
   def put(stored, new):
-    return stored.at[row, slot].set(new, mode="drop")
+    return token_layout.put_rows(stored, slot, new[:, None])
 
   snapshot = cached.memory.snapshot(state.online)
   online = state.online

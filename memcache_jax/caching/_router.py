@@ -2,7 +2,7 @@
 
 import jax.numpy as jnp
 
-from memcache_jax.array_typing import Array, Float, Int
+from memcache_jax.array_typing import Array, Bool, Float, Int
 from memcache_jax.caching._aggregators import Aggregator
 from memcache_jax.memories._base import Tokens
 
@@ -53,10 +53,25 @@ def route(
 
 
 def _slot(logits, index):
-  """Logits by absolute segment; nan where there is none for it."""
+  """Logits by absolute segment; any where there is none, see `beyond`."""
   index = jnp.broadcast_to(
     index[:, :, None], (*logits.shape[:3], index.shape[-1])
   )
-  limit = logits.shape[-1]
-  picked = jnp.take_along_axis(logits, jnp.clip(index, 0, limit - 1), axis=-1)
-  return jnp.where(index < limit, picked, jnp.nan)
+  return jnp.take_along_axis(
+    logits, jnp.clip(index, 0, logits.shape[-1] - 1), axis=-1
+  )
+
+
+def beyond(
+  aggregate: Aggregator, index: Int[Array, "*rows"], slots: int | None
+) -> Bool[Array, "*rows"]:
+  """Which segments have no right result: too much came before them.
+
+  Args:
+    aggregate: may know a limited number of segments.
+    index: number of the segment in its document.
+    slots: memories that the state can hold; None for as many as needed.
+  """
+  limits = [x for x in (aggregate.max_segments,) if x is not None]
+  limits += [] if slots is None else [slots + 1]
+  return index >= min(limits, default=jnp.iinfo(jnp.int32).max)

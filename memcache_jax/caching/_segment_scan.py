@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from einops import rearrange
 
+from memcache_jax import sharding
 from memcache_jax.array_typing import Array, Float, Int, State
 from memcache_jax.caching import _layout, _next_state, _router
 from memcache_jax.caching._next_state import Segments
@@ -40,9 +41,10 @@ def run(cached, params, state, tokens):
     memories = jax.tree.map(lambda x, s=slots: x[:, :s], stored.memories)
     parts.append(_read(cached, params, memories, *band))
   y = jnp.concatenate(parts, axis=1)
-  if state is not None:
-    lost = (segments.index > carried)[:, :, None, None, None]
-    y = jnp.where(lost, jnp.nan, y)
+  lost = _router.beyond(
+    cached.aggregate, segments.index, None if state is None else carried
+  )
+  y = jnp.where(lost[:, :, None, None, None], jnp.nan, y)
   y = layout.collect(y.astype(tokens.v.dtype))
   state = _next_state.advance(
     cached, params, state, tokens, layout, segments, ends, online
@@ -95,6 +97,7 @@ def _write(cached, params, state, layout, tokens):
   b, g, _, n, k = tokens.q.shape
   shape = HeadShape(n, k, tokens.v.shape[-1])
   initial = memory.init_state(params, shape, b)
+  initial = sharding.rows_like(initial, tokens.q)
   first = initial if state is None else state.online
   if cached.write_mode == "independent":
     return _write_independent(memory, params, state, layout, tokens, initial)

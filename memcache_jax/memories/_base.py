@@ -7,7 +7,7 @@ from typing import ClassVar, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from memcache_jax import token_layout
+from memcache_jax import sharding, token_layout
 from memcache_jax.array_typing import (
   Array,
   Bool,
@@ -238,6 +238,7 @@ def scan_tokens(
   check_tokens(memory, tokens)
   b, t = tokens.q.shape[:2]
   initial = memory.init_state(params, tokens.head_shape, b)
+  initial = sharding.rows_like(initial, tokens.q)
   state = initial if state is None else state
   mask = jnp.ones((b, t), bool) if tokens.mask is None else tokens.mask
   starts = jnp.zeros_like(mask) if tokens.starts is None else tokens.starts

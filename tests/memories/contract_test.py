@@ -27,12 +27,22 @@ from tests.memories import models
 
 LENGTH = 23
 ROOM = 64
-EVERY = (*models.MEMORIES, *models.CACHED)
 
-every_memory = pytest.mark.parametrize("memory", EVERY, ids=models.name)
-selection = pytest.mark.parametrize(
-  "memory", models.SELECTION, ids=models.name
-)
+
+def _parametrize(memories):
+  """One test per memory; all tests of a memory run in the same process."""
+  return pytest.mark.parametrize(
+    "memory",
+    [
+      pytest.param(memory, marks=pytest.mark.xdist_group(models.name(memory)))
+      for memory in memories
+    ],
+    ids=models.name,
+  )
+
+
+every_memory = _parametrize((*models.MEMORIES, *models.CACHED))
+selection = _parametrize(models.SELECTION)
 
 
 class _Compiled:
@@ -42,6 +52,13 @@ class _Compiled:
     self.params = memory.init_params(jax.random.key(0), models.SHAPE)
     self.fresh = jax.jit(lambda x: memory.scan(self.params, None, x))
     self.scan = jax.jit(lambda s, x: memory.scan(self.params, s, x))
+
+    self.empty = memory.init_state(
+      self.params, models.SHAPE, 2, max_length=ROOM
+    )
+
+  def run(self, tokens):
+    return self.scan(self.empty, tokens)
 
   def one_by_one(self, state, tokens):
     return stream(self.scan, state, tokens, [1])
@@ -66,25 +83,25 @@ def make(memory, seed=0, length=LENGTH, batch=2, mask=0.3, start=0.15, **kw):
   return replace(tokens, max_unaligned_starts=length)
 
 
-def empty(memory, batch=2):
-  params = compiled(memory).params
-  return memory.init_state(params, models.SHAPE, batch, max_length=ROOM)
+def empty(memory):
+  return compiled(memory).empty
 
 
 @every_memory
 def test_many_tokens_are_one_by_one(memory):
-  """Same outputs and state, from nothing and in any pieces."""
+  """Same outputs and state, with masks and documents anywhere."""
   fns = compiled(memory)
   tokens = make(memory)
-  y, state = fns.one_by_one(empty(memory), tokens)
-  assert_close(fns.fresh(tokens)[0], y)
-  pieces = stream(fns.scan, empty(memory), tokens, [6, 6, 1, 6, 1, 1, 1, 1])
-  assert_close(pieces, (y, state))
+  expected = fns.one_by_one(empty(memory), tokens)
+  assert_close(fns.scan(empty(memory), tokens), expected)
 
 
 @selection
 def test_any_split(memory):
+  """Also without a state at first."""
   fns = compiled(memory)
+  tokens = make(memory)
+  assert_close(fns.fresh(tokens)[0], fns.scan(empty(memory), tokens)[0])
 
   @settings(max_examples=6, deadline=None)
   @given(
@@ -132,26 +149,26 @@ def test_scan_is_the_token_loop(memory):
   fns = compiled(memory)
   tokens = make(memory)
   loop = jax.jit(lambda x: scan_tokens(memory, fns.params, None, x))
-  assert_close(fns.fresh(tokens), loop(tokens))
+  assert_close(fns.run(tokens), loop(tokens))
 
 
-@every_memory
+@selection
 def test_causal_to_the_bit(memory):
-  fns = compiled(memory)
+  run = compiled(memory).run
   tokens, other = make(memory, 1, start=0.0), make(memory, 2, start=0.0)
   other = replace(other, mask=jnp.ones_like(other.mask))
-  before = fns.fresh(tokens)[0]
+  before = run(tokens)[0]
   for t in (0, 4, 5, 9, 10, 21):
     late = jnp.arange(LENGTH)[None] > t
 
     def splice(a, b, late=late):
       return jnp.where(late.reshape(1, -1, *[1] * (a.ndim - 2)), b, a)
 
-    after = fns.fresh(jax.tree.map(splice, tokens, other))[0]
+    after = run(jax.tree.map(splice, tokens, other))[0]
     np.testing.assert_array_equal(before[:, : t + 1], after[:, : t + 1])
 
 
-@every_memory
+@selection
 def test_a_masked_token_does_not_exist(memory):
   """Whatever it holds, and wherever it stands."""
   fns = compiled(memory)
@@ -185,7 +202,7 @@ def _scatter(x, places, length):
   return jnp.asarray(full)
 
 
-@every_memory
+@selection
 def test_a_row_without_tokens(memory):
   fns = compiled(memory)
   tokens = make(memory, 4)
@@ -197,43 +214,41 @@ def test_a_row_without_tokens(memory):
   assert not np.any(y[0])
 
 
-@every_memory
+@selection
 def test_packed_documents_are_documents_alone(memory):
-  fns = compiled(memory)
+  run = compiled(memory).run
   lengths = (7, 1, models.SEGMENT, 10)
   assert sum(lengths) == LENGTH
   tokens = make(memory, 5, mask=0.0, start=0.0)
   starts = np.zeros((2, LENGTH), bool)
   starts[:, np.cumsum((0, *lengths[:-1]))] = True
-  packed, state = fns.fresh(replace(tokens, starts=jnp.asarray(starts)))
+  packed, state = run(replace(tokens, starts=jnp.asarray(starts)))
   first = 0
   for length in lengths:
     alone = jax.tree.map(lambda x, f=first: jnp.roll(x, -f, axis=1), tokens)
     mask = jnp.broadcast_to(jnp.arange(LENGTH) < length, (2, LENGTH))
-    y, last = fns.fresh(replace(alone, mask=mask))
+    y, last = run(replace(alone, mask=mask))
     assert_close(packed[:, first : first + length], y[:, :length])
     first += length
   assert_close(state, last)
   # A change in the first document reaches no other one, not even a bit.
   changed = jax.tree.map(lambda x: x, tokens)
   changed = replace(changed, v=changed.v.at[:, :7].add(1.0))
-  other = fns.fresh(replace(changed, starts=jnp.asarray(starts)))[0]
+  other = run(replace(changed, starts=jnp.asarray(starts)))[0]
   np.testing.assert_array_equal(other[:, 7:], packed[:, 7:])
   assert np.all(np.any(other[:, :7] != packed[:, :7], axis=(2, 3)))
 
 
-@every_memory
+@selection
 def test_rows_never_mix(memory):
-  fns = compiled(memory)
+  run = compiled(memory).run
   tokens = make(memory, 6)
-  y, state = fns.fresh(tokens)
+  y, state = run(tokens)
   flip = lambda tree: jax.tree.map(lambda x: x[::-1], tree)
-  chex.assert_trees_all_close(
-    fns.fresh(flip(tokens)), flip((y, state)), atol=1e-6
-  )
+  chex.assert_trees_all_close(run(flip(tokens)), flip((y, state)), atol=1e-6)
   v = tokens.v.at[1].multiply(3.0)
   mask = tokens.mask.at[1].set(~tokens.mask[1])
-  other_y, other = fns.fresh(replace(tokens, v=v, mask=mask))
+  other_y, other = run(replace(tokens, v=v, mask=mask))
   row = lambda tree: jax.tree.map(lambda x: x[0], tree)
   chex.assert_trees_all_equal(row((other_y, other)), row((y, state)))
 
@@ -251,7 +266,7 @@ def test_the_state_keeps_its_shape_and_is_float32(memory):
     assert leaf.shape[0] == 2
 
 
-@every_memory
+@selection
 def test_no_tokens_change_nothing(memory):
   fns = compiled(memory)
   _, state = fns.scan(empty(memory), make(memory, 8))
@@ -262,12 +277,12 @@ def test_no_tokens_change_nothing(memory):
 
 @selection
 def test_bfloat16_operands(memory):
-  fns = compiled(memory)
+  run = compiled(memory).run
   tokens = make(memory, 9, mask=0.0, start=0.0, dtype=jnp.bfloat16)
   exact = [x.astype(jnp.float32) for x in (tokens.q, tokens.k, tokens.v)]
   exact = replace(tokens, q=exact[0], k=exact[1], v=exact[2])
-  y, state = fns.fresh(tokens)
-  exact_y, exact_state = fns.fresh(exact)
+  y, state = run(tokens)
+  exact_y, exact_state = run(exact)
   assert_close(y.astype(jnp.float32), exact_y, 2e-2)
   assert_close(state, exact_state, 2e-2)
 

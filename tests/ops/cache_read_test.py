@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend.core import jaxprs_in_params
 
 from memcache_jax.ops import cache_read
 from memcache_jax.testing import assert_close
@@ -67,12 +68,12 @@ def test_no_array_of_tokens_times_memory():
 def _equations(jaxpr):
   for eqn in jaxpr.eqns:
     yield eqn
-    for inner in jax.core.jaxprs_in_params(eqn.params):
+    for inner in jaxprs_in_params(eqn.params):
       yield from _equations(inner)
 
 
+@pytest.mark.usefixtures("as_a_user")
 def test_wrong_shapes():
   q, states, weights = _inputs(4, 3)
-  function = getattr(cache_read, "__wrapped__", cache_read)
   with pytest.raises(ValueError, match="`weights` must have axes"):
-    function(q, states, weights[..., :2])
+    cache_read(q, states, weights[..., :2])
