@@ -9,7 +9,7 @@ from memcache_jax.caching._aggregators import (
   SparseSelective,
 )
 from memcache_jax.caching._cached import Cached, CacheState
-from memcache_jax.caching._segments import Constant
+from memcache_jax.caching._segments import Constant, Logarithmic, Segments
 
 __all__ = [
   "Aggregator",
@@ -17,8 +17,10 @@ __all__ = [
   "Cached",
   "Constant",
   "GatedResidual",
+  "Logarithmic",
   "MemorySoup",
   "MovingAverage",
   "Residual",
+  "Segments",
   "SparseSelective",
 ]

@@ -15,9 +15,9 @@ from memcache_jax.array_typing import (
   PRNGKeyArray,
   State,
 )
-from memcache_jax.caching import _one_token, _segment_scan
+from memcache_jax.caching import _levels, _one_token, _segment_scan
 from memcache_jax.caching._aggregators import Aggregator, GatedResidual
-from memcache_jax.caching._segments import Constant
+from memcache_jax.caching._segments import Constant, Segments
 from memcache_jax.caching._state import CacheState
 from memcache_jax.memories._base import (
   Gate,
@@ -42,7 +42,8 @@ class Cached(Memory):
 
   Attributes:
     memory: what is written within a segment; any memory.
-    segments: where a document is cut; `Constant(length)`.
+    segments: where a document is cut: `Constant(length)` or
+      `Logarithmic(length)`.
     aggregate: how cached and online memories are read together.
     write_mode: "independent": every segment starts from the initial memory,
       in parallel. "checkpoint": one running memory, of which the cache holds
@@ -57,7 +58,7 @@ class Cached(Memory):
   """
 
   memory: Memory
-  segments: Constant = Constant()
+  segments: Segments = Constant()
   aggregate: Aggregator = GatedResidual()
   write_mode: Literal["independent", "checkpoint"] = "independent"
 
@@ -66,7 +67,7 @@ class Cached(Memory):
       raise ValueError("`memory` must not be cached already: got a Cached.")
     for name, kind in (
       ("memory", Memory),
-      ("segments", Constant),
+      ("segments", Segments),
       ("aggregate", Aggregator),
     ):
       value = getattr(self, name)
@@ -126,9 +127,11 @@ class Cached(Memory):
     online = self.memory.init_state(params, shape, batch)
     snapshot = jax.eval_shape(self.memory.snapshot, online)
     n, k, _ = shape
+    pool = jnp.zeros((batch, n, k), jnp.float32)
+    levels = self.segments.levels(slots)
     return CacheState(
       online=online,
-      pool=jnp.zeros((batch, n, k), jnp.float32),
+      pool=pool,
       position=jnp.zeros((batch,), jnp.int32),
       memories=jax.tree.map(
         lambda x: jnp.zeros((batch, slots, *x.shape[1:]), x.dtype), snapshot
@@ -136,6 +139,7 @@ class Cached(Memory):
       keys=jnp.zeros((batch, slots, n, k), jnp.float32),
       index=jnp.full((batch, slots), -1, jnp.int32),
       count=jnp.zeros((batch,), jnp.int32),
+      levels=_levels.empty(online, pool, levels, self.write_mode),
     )
 
   def step(

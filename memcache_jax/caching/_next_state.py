@@ -6,24 +6,35 @@ import jax
 import jax.numpy as jnp
 
 from memcache_jax import token_layout
-from memcache_jax.array_typing import Array, Bool, Float, Int
-from memcache_jax.caching import _router
+from memcache_jax.array_typing import Array, Bool, Float, Int, State
+from memcache_jax.caching._levels import Levels
 from memcache_jax.caching._state import CacheState
 from memcache_jax.memories._base import select_rows
 
 
-class Segments(NamedTuple):
+class CallSegments(NamedTuple):
   """Facts about the segments of a call; g of them, block 0 was open before."""
 
   count: Int[Array, "b g c"]  # tokens of the segment up to each place
+  added: Float[Array, "b g n k"]  # sum of the keys of this call
   total: Float[Array, "b g n k"]  # sum of the segment's keys
   running: Float[Array, "b g c n k"]  # the same up to each place
   index: Int[Array, "b g"]  # number of the segment in its document
   document: Int[Array, "b g"]  # 0: the one running before the call
+  begins: Bool[Array, "b g"]  # its first token is one of this call
   complete: Bool[Array, "b g"]
 
 
-def advance(cached, params, state, tokens, layout, segments, ends, online):
+class Written(NamedTuple):
+  """What the segments of a call left behind."""
+
+  memories: State  # cached after each segment, leaves [b g ...]
+  keys: Float[Array, "b g n k"]  # pooled over the tokens of that memory
+  online: State  # after the last token
+  levels: Levels | None
+
+
+def advance(cached, params, state, tokens, layout, segments, written):
   """The state after the call."""
   b, t = tokens.q.shape[:2]
   slots = cached.segments.capacity(t) if state is None else state.index.shape[1]
@@ -32,17 +43,17 @@ def advance(cached, params, state, tokens, layout, segments, ends, online):
     last = jnp.full((b,), last)
   done = take_block(segments.complete, last)
   document = take_block(segments.document, last)
-  keys = _router.pooled(
-    cached.aggregate, segments.total, segments.count[:, :, -1]
-  )
-  new = (ends, keys, segments.index)
+  count = take_block(segments.index, last) + done.astype(jnp.int32)
+  new = (written.memories, written.keys, segments.index)
   keep = segments.complete & (segments.document == document[:, None])
   if state is not None:
     old = (state.memories, state.keys, state.index)
     new = jax.tree.map(lambda a, b: jnp.concatenate([a, b], 1), old, new)
     old_keep = (state.index >= 0) & (document == 0)[:, None]
     keep = jnp.concatenate([old_keep, keep], axis=1)
+  keep &= cached.segments.readable(count[:, None], new[2])
   memories, keys, index = _first_kept(new, keep, slots)
+  online = written.online
   if cached.write_mode == "independent":
     initial = cached.memory.init_state(params, tokens.head_shape, b)
     online = select_rows(done, initial, online)
@@ -55,7 +66,8 @@ def advance(cached, params, state, tokens, layout, segments, ends, online):
     memories=memories,
     keys=keys,
     index=jnp.where(index >= 0, index, -1),
-    count=take_block(segments.index, last) + done.astype(jnp.int32),
+    count=count,
+    levels=written.levels,
   )
   if layout.grid is None:
     return new_state

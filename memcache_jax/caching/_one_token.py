@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 
 from memcache_jax import token_layout
-from memcache_jax.caching import _router
+from memcache_jax.caching import _levels, _router
+from memcache_jax.caching._segments import block_level
 from memcache_jax.caching._state import CacheState
 from memcache_jax.memories._base import Tokens, select_rows
 
@@ -42,16 +43,18 @@ def run(cached, params, state, tokens):
   readable = jnp.broadcast_to(readable, (*tokens.q.shape[:3], slots))
   weights, own = cached.aggregate.weights(logits, own_logit, readable)
   y, online = _read(cached, params, state, tokens, weights, own)
-  lost = _router.beyond(cached.aggregate, state.count, slots)
+  lost = _router.beyond(cached.aggregate, cached.segments, state.count, slots)
   y = jnp.where(lost[:, None, None, None], jnp.nan, y)
   y = jnp.where(mask[..., None, None], y, 0.0)
 
-  state = CacheState(
-    online, pool, position, state.memories, state.keys, state.index,
-    state.count,
-  )  # fmt: skip
+  after = state._replace(
+    online=online,
+    pool=pool,
+    position=position,
+    levels=_write_levels(cached, params, state, tokens, mask),
+  )
   done = position == cached.segments.length
-  state = _cache(cached, params, state, done, own_key, tokens.head_shape)
+  state = _cache(cached, params, after, done, tokens.head_shape)
   weights = jnp.concatenate([weights, own[..., None]], axis=-1)
   return y.astype(tokens.v.dtype), state, weights
 
@@ -76,25 +79,65 @@ def memory_tokens(memory, tokens, mask):
   return Tokens(tokens.q, tokens.k, tokens.v, gates, mask)
 
 
-def _cache(cached, params, state, done, own_key, shape):
+def _write_levels(cached, params, state, tokens, mask):
+  """The writers of longer blocks, after the token."""
+  if state.levels is None:
+    return None
+  memory, b = cached.memory, tokens.q.shape[0]
+  return _levels.write(
+    memory,
+    params,
+    state.levels,
+    memory_tokens(memory, tokens, mask),
+    state.count,
+    (state.position == 0) & mask[:, 0],
+    tokens.k[:, 0].astype(jnp.float32),
+    memory.init_state(params, tokens.head_shape, b),
+  )
+
+
+def _cache(cached, params, state, done, shape):
   """Moves the online memory of finished segments into the cache."""
   b, slots = state.index.shape
-  slot = jnp.where(done, state.count, slots)[:, None]  # out of range: dropped
+  memory = cached.memory
+  snapshot, total = memory.snapshot(state.online), state.pool
+  count = jnp.full((b,), cached.segments.length)
+  if state.levels is not None:
+    snapshot, total = _levels.finished(
+      memory, state.levels, state.count, snapshot, total
+    )
+    count = count << block_level(state.count)
+  keys = _router.pooled(cached.aggregate, total, count)
+  # Blocks that the new one replaces make room for it. Without longer blocks
+  # there are none, and the cache is not touched.
+  after = state.count + done.astype(jnp.int32)
+  keep = cached.segments.readable(after[:, None], state.index)
+  if state.levels is not None:
+    memories, keys_before = token_layout.zero_masked(
+      (state.memories, state.keys), keep
+    )
+    state = state._replace(
+      memories=memories,
+      keys=keys_before,
+      index=jnp.where(keep, state.index, -1),
+    )
+  slot = jnp.sum(keep, axis=1, dtype=jnp.int32)
+  slot = jnp.where(done, slot, slots)[:, None]  # out of range: dropped
 
   def put(stored, new):
     return token_layout.put_rows(stored, slot, new[:, None])
 
-  snapshot = cached.memory.snapshot(state.online)
   online = state.online
   if cached.write_mode == "independent":
-    initial = cached.memory.init_state(params, shape, b)
+    initial = memory.init_state(params, shape, b)
     online = select_rows(done, initial, online)
   return CacheState(
     online=online,
     pool=jnp.where(done[:, None, None], 0.0, state.pool),
     position=jnp.where(done, 0, state.position),
     memories=jax.tree.map(put, state.memories, snapshot),
-    keys=put(state.keys, own_key),
+    keys=put(state.keys, keys),
     index=put(state.index, state.count),
-    count=state.count + done.astype(jnp.int32),
+    count=after,
+    levels=state.levels,
   )

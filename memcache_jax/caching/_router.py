@@ -4,6 +4,7 @@ import jax.numpy as jnp
 
 from memcache_jax.array_typing import Array, Bool, Float, Int
 from memcache_jax.caching._aggregators import Aggregator
+from memcache_jax.caching._segments import Segments
 from memcache_jax.memories._base import Tokens
 
 
@@ -53,7 +54,7 @@ def route(
 
 
 def _slot(logits, index):
-  """Logits by absolute segment; any where there is none, see `beyond`."""
+  """Logits by absolute segment; where there is none, `beyond` is True."""
   index = jnp.broadcast_to(
     index[:, :, None], (*logits.shape[:3], index.shape[-1])
   )
@@ -63,15 +64,20 @@ def _slot(logits, index):
 
 
 def beyond(
-  aggregate: Aggregator, index: Int[Array, "*rows"], slots: int | None
+  aggregate: Aggregator,
+  segments: Segments,
+  index: Int[Array, "*rows"],
+  slots: int | None,
 ) -> Bool[Array, "*rows"]:
   """Which segments have no right result: too much came before them.
 
   Args:
     aggregate: may know a limited number of segments.
+    segments: know for how many the slots suffice.
     index: number of the segment in its document.
     slots: memories that the state can hold; None for as many as needed.
   """
-  limits = [x for x in (aggregate.max_segments,) if x is not None]
-  limits += [] if slots is None else [slots + 1]
+  limits = [] if slots is None else [segments.limit(slots)]
+  if aggregate.max_segments is not None:
+    limits.append(aggregate.max_segments)
   return index >= min(limits, default=jnp.iinfo(jnp.int32).max)

@@ -8,9 +8,10 @@ from einops import rearrange
 
 from memcache_jax import sharding
 from memcache_jax.array_typing import Array, Float, Int, State
-from memcache_jax.caching import _layout, _next_state, _router
-from memcache_jax.caching._next_state import Segments
+from memcache_jax.caching import _layout, _levels, _next_state, _router
+from memcache_jax.caching._next_state import CallSegments, Written
 from memcache_jax.caching._one_token import memory_tokens
+from memcache_jax.caching._segments import block_level
 from memcache_jax.memories._base import HeadShape, Tokens, select_rows
 
 # Tokens of a call only read memories of earlier segments. The segments are cut
@@ -27,8 +28,10 @@ def run(cached, params, state, tokens):
   inner = layout.spread(inner)
   segments = _describe(cached, state, layout, inner.k)
   y, start, ends, online = _write(cached, params, state, layout, inner)
-
-  stored = _stored(state, ends, segments, cached.aggregate)
+  written = _finish(
+    cached, params, state, layout, inner, segments, ends, online
+  )
+  stored = _stored(state, written, segments)
   weights, own = _weigh(cached, stored, segments, inner)
   carried = 0 if state is None else state.index.shape[1]
   parts = []
@@ -42,12 +45,15 @@ def run(cached, params, state, tokens):
     parts.append(_read(cached, params, memories, *band))
   y = jnp.concatenate(parts, axis=1)
   lost = _router.beyond(
-    cached.aggregate, segments.index, None if state is None else carried
+    cached.aggregate,
+    cached.segments,
+    segments.index,
+    None if state is None else carried,
   )
   y = jnp.where(lost[:, :, None, None, None], jnp.nan, y)
   y = layout.collect(y.astype(tokens.v.dtype))
   state = _next_state.advance(
-    cached, params, state, tokens, layout, segments, ends, online
+    cached, params, state, tokens, layout, segments, written
   )
   weights = jnp.concatenate([weights, own[..., None]], axis=-1)
   return y, state, layout.collect(weights)
@@ -59,17 +65,19 @@ def _bands(blocks: int) -> list[tuple[int, int]]:
   return list(zip(edges[:-1], edges[1:], strict=True))
 
 
-def _describe(cached, state, layout, k) -> Segments:
+def _describe(cached, state, layout, k) -> CallSegments:
   b, g, c, _, _ = k.shape
   k = k.astype(jnp.float32)
   # A matmul with a triangle of ones: faster than a cumulative sum, forwards
   # and backwards.
   causal = jnp.tril(jnp.ones((c, c), jnp.float32))
   running = jnp.einsum("ce,bgenk->bgcnk", causal, k, precision="highest")
+  added = running[:, :, -1]
   if layout.valid is None:
     count = jnp.broadcast_to(jnp.arange(1, c + 1)[None, None], (b, g, c))
   else:
     count = jnp.cumsum(layout.valid, axis=2, dtype=jnp.int32)
+  begins = count[:, :, 0] > 0  # only block 0 can go on with earlier tokens
   fresh = layout.fresh
   if fresh is None:
     fresh = jnp.zeros((b, g), bool)
@@ -87,16 +95,24 @@ def _describe(cached, state, layout, k) -> Segments:
     )
     count = count.at[:, 0].add(jnp.where(goes_on, state.position, 0)[:, None])
   complete = count[:, :, -1] == c
-  return Segments(count, running[:, :, -1], running, index, document, complete)
+  return CallSegments(
+    count,
+    added,
+    running[:, :, -1],
+    running,
+    index,
+    document,
+    begins,
+    complete,
+  )
 
 
 def _write(cached, params, state, layout, tokens):
   """Online reads [b g c n v], start and end states [b g ...], last state."""
   memory = cached.memory
   tokens = memory_tokens(memory, tokens, layout.valid)
-  b, g, _, n, k = tokens.q.shape
-  shape = HeadShape(n, k, tokens.v.shape[-1])
-  initial = memory.init_state(params, shape, b)
+  b, g = tokens.q.shape[:2]
+  initial = memory.init_state(params, _shape(tokens), b)
   initial = sharding.rows_like(initial, tokens.q)
   first = initial if state is None else state.online
   if cached.write_mode == "independent":
@@ -139,6 +155,34 @@ def _write_independent(memory, params, state, layout, tokens, initial):
   return _unfold(y, g), start, ends, online
 
 
+def _finish(cached, params, state, layout, tokens, segments, ends, online):
+  """What is cached after each segment: its memory, or that of a block."""
+  memory = cached.memory
+  total, count = segments.total, segments.count[:, :, -1]
+  levels = None
+  if state is not None:
+    levels = state.levels
+  elif layout.tokens >= 2 * layout.length:
+    slots = cached.segments.capacity(layout.tokens)
+    initial = cached.empty_state(params, _shape(tokens), total.shape[0], slots)
+    levels = sharding.rows_like(initial, tokens.q).levels
+  if levels is not None:
+    initial = memory.init_state(params, _shape(tokens), total.shape[0])
+    initial = sharding.rows_like(initial, tokens.q)
+    inner = memory_tokens(memory, tokens, layout.valid)
+    ends, total, levels = _levels.scan(
+      memory, params, levels, inner, segments, ends, initial
+    )
+    count = count << block_level(segments.index)
+  keys = _router.pooled(cached.aggregate, total, count)
+  return Written(ends, keys, online, levels)
+
+
+def _shape(tokens):
+  n, k = tokens.q.shape[-2:]
+  return HeadShape(n, k, tokens.v.shape[-1])
+
+
 class _Stored(NamedTuple):
   """Memories that tokens of this call may read: carried and new ones."""
 
@@ -149,12 +193,16 @@ class _Stored(NamedTuple):
   block: Int[Array, " s"]  # readable in later blocks only; -1: carried
 
 
-def _stored(state, ends, segments, aggregate) -> _Stored:
+def _stored(state, written, segments) -> _Stored:
   # Nothing of this call comes after its last segment, so that one is left out.
-  keys = _router.pooled(aggregate, segments.total, segments.count[:, :, -1])
-  g = keys.shape[1]
-  new = _Stored(ends, keys, segments.index, segments.document, jnp.arange(g))
-  new = _Stored(*jax.tree.map(lambda x: x[:, :-1], new[:4]), new.block[:-1])
+  g = written.keys.shape[1]
+  new = _Stored(
+    *jax.tree.map(
+      lambda x: x[:, :-1],
+      (written.memories, written.keys, segments.index, segments.document),
+    ),
+    jnp.arange(g - 1),
+  )
   if state is None:
     return new
   slots = state.index.shape[1]
@@ -179,6 +227,9 @@ def _weigh(cached, stored, segments, tokens):
   readable = segments.document[:, :, None] == stored.document[:, None]
   block = jnp.arange(g)
   readable &= (stored.block[None] < block[:, None])[None]
+  readable &= cached.segments.readable(
+    segments.index[:, :, None], stored.index[:, None]
+  )
   flat = jax.tree.map(lambda x: x.reshape(b, g * c, *x.shape[3:]), tokens)
   own_key = None
   if aggregate.router in ("context", "shared"):

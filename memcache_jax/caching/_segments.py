@@ -1,19 +1,25 @@
-"""Where a sequence is cut, and how many memories that leaves to keep."""
+"""Where a sequence is cut, and which memories a later token can read.
+
+Segments of a document are numbered from 0. A cached memory goes by the number
+of the segment it ends with; a token of segment n has n complete segments
+before it.
+"""
 
 from dataclasses import dataclass
 
+import jax.numpy as jnp
+
+from memcache_jax.array_typing import Array, Bool, Int
 from memcache_jax.ops import _checks
 
 
 @dataclass(frozen=True)
-class Constant:
-  """Segments of one length, counted from the start of each document.
-
-  Memory Caching (arXiv 2602.24281), section 3.1. A trailing partial segment
-  is simply an online memory that is never cached.
+class Segments:
+  """Base of the ways to cut a document into segments.
 
   Attributes:
-    length: tokens per segment; it defines the model.
+    length: tokens per segment, counted from the start of each document; it
+      defines the model. A trailing partial segment is never cached.
   """
 
   length: int = 256
@@ -22,9 +28,88 @@ class Constant:
     _checks.check_positive(length=self.length)
 
   def capacity(self, max_length: int) -> int:
-    """Memories cached over a document of `max_length` tokens."""
-    return max_length // self.length
+    """Memories to keep over a document of `max_length` tokens."""
+    raise NotImplementedError
+
+  def limit(self, slots: int) -> int:
+    """Segments of a document that `slots` memories suffice for."""
+    raise NotImplementedError
+
+  def levels(self, slots: int) -> int:
+    """Sizes of cached memories, other than one segment."""
+    raise NotImplementedError
+
+  def readable(
+    self, n: Int[Array, "*#rows"], stored: Int[Array, "*#rows"]
+  ) -> Bool[Array, "*#rows"]:
+    """Whether tokens of segment `n` read the memory cached after `stored`."""
+    raise NotImplementedError
 
   def blocks(self, tokens: int, unaligned_starts: int) -> int:
     """Segments that `tokens` tokens of a running stream can touch."""
     return -(-(tokens + self.length - 1) // self.length) + unaligned_starts
+
+
+@dataclass(frozen=True)
+class Constant(Segments):
+  """One memory per segment; tokens read all earlier ones.
+
+  Memory Caching (arXiv 2602.24281), section 3.1.
+  """
+
+  def capacity(self, max_length: int) -> int:
+    return max_length // self.length
+
+  def limit(self, slots: int) -> int:
+    return slots + 1
+
+  def levels(self, slots: int) -> int:
+    del slots
+    return 0
+
+  def readable(
+    self, n: Int[Array, "*#rows"], stored: Int[Array, "*#rows"]
+  ) -> Bool[Array, "*#rows"]:
+    return (stored >= 0) & (stored < n)
+
+
+@dataclass(frozen=True)
+class Logarithmic(Segments):
+  """Memories of 1, 2, 4, ... segments; tokens read one per set bit of n.
+
+  The n complete segments before a token are covered by blocks as the binary
+  digits of n say, largest and oldest first: 5 segments are read as blocks of
+  4 and 1. When two blocks of one size meet they give way to one of twice the
+  size, like the carry of a binary counter (a Fenwick tree), so that a document
+  of N segments needs about log2 N memories. Memory Caching (arXiv 2602.24281),
+  section 3.1, per token as in its Figure 3.
+
+  With independent segments the memory of a block is one that read the whole
+  block, from the initial memory: one writer per block size runs along. With
+  checkpoints it is the running memory at the end of the block.
+  """
+
+  def capacity(self, max_length: int) -> int:
+    return (max_length // self.length).bit_length()
+
+  def limit(self, slots: int) -> int:
+    return 1 << slots
+
+  def levels(self, slots: int) -> int:
+    return max(slots - 1, 0)
+
+  def readable(
+    self, n: Int[Array, "*#rows"], stored: Int[Array, "*#rows"]
+  ) -> Bool[Array, "*#rows"]:
+    # The block that ends with segment e - 1 has as many segments as the lowest
+    # set bit of e says, and is in use until the next block of that size ends.
+    end = stored + 1
+    size = jnp.maximum(end & -end, 1)
+    return (stored >= 0) & (n - n % size == end)
+
+
+def block_level(stored: Int[Array, "*rows"]) -> Int[Array, "*rows"]:
+  """log2 of the segments in the block that ends with segment `stored`."""
+  end = stored + 1
+  size = jnp.maximum(end & -end, 1)
+  return jnp.bitwise_count(size - 1).astype(jnp.int32)

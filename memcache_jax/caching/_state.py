@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 from memcache_jax.array_typing import Array, Float, Int, State
+from memcache_jax.caching._levels import Levels
 
 
 class CacheState(NamedTuple):
@@ -15,8 +16,9 @@ class CacheState(NamedTuple):
     memories: cached snapshots, leaves [b s n ...], oldest first.
     keys: pooled keys of the cached segments.
     index: number of each cached segment in its document; -1 for a free slot.
-    count: segments completed in the running document. Above the number of
-      slots something was lost, and everything read since is nan.
+    count: segments completed in the running document. Where there are more
+      than the slots suffice for, everything read is nan.
+    levels: writers of longer blocks, with logarithmic segments.
   """
 
   online: State
@@ -26,3 +28,4 @@ class CacheState(NamedTuple):
   keys: Float[Array, "b s n k"]
   index: Int[Array, "b s"]
   count: Int[Array, " b"]
+  levels: Levels | None = None

@@ -9,6 +9,7 @@ from memcache_jax.caching import (
   Cached,
   Constant,
   GatedResidual,
+  Logarithmic,
   MemorySoup,
   MovingAverage,
   Residual,
@@ -69,7 +70,16 @@ AGGREGATORS = (
 
 WRITE_MODES = ("independent", "checkpoint")
 
-CACHED = tuple(
+# Blocks of segments: every way of merging them.
+LOGARITHMIC = (
+  Cached(DecayedLinear(), Logarithmic(3), GatedResidual()),
+  Cached(
+    SlidingWindowLinear(3), Logarithmic(3), SparseSelective(1), "checkpoint"
+  ),
+  Cached(Saturating(), Logarithmic(2), MemorySoup()),
+)
+
+CACHED = LOGARITHMIC + tuple(
   Cached(memory, Constant(SEGMENT), aggregate, write_mode)
   for memory, aggregate, write_mode in itertools.product(
     MEMORIES, AGGREGATORS, WRITE_MODES
@@ -78,7 +88,7 @@ CACHED = tuple(
 
 # Every memory, every aggregator and either write mode several times over: for
 # properties that are slow to compile.
-SELECTION = MEMORIES + tuple(
+SELECTION = (*MEMORIES, *LOGARITHMIC) + tuple(
   Cached(memory, Constant(SEGMENT), aggregate, WRITE_MODES[(i + j) % 2])
   for (i, memory), (j, aggregate) in itertools.product(
     enumerate(MEMORIES), enumerate(AGGREGATORS)
@@ -91,7 +101,12 @@ def name(memory: Memory) -> str:
   """A short name for test ids."""
   if not isinstance(memory, Cached):
     return _short(memory)
-  parts = (_short(memory.memory), _short(memory.aggregate), memory.write_mode)
+  parts = (
+    _short(memory.memory),
+    _short(memory.aggregate),
+    memory.write_mode,
+    type(memory.segments).__name__,
+  )
   return "-".join(parts)
 
 
