@@ -175,7 +175,7 @@ class Cached(Memory):
     return y, state
 
   def inspect(
-    self, params: Params, state: State | None, tokens: Tokens
+    self, params: Params, state: CacheState | None, tokens: Tokens
   ) -> tuple[
     Float[Array, "b t n v"], CacheState, Float[Array, "b t n s_and_online"]
   ]:
@@ -189,17 +189,17 @@ class Cached(Memory):
     check_tokens(self, tokens)
     _check_room(self, tokens)
     b, t = tokens.q.shape[:2]
-    if state is None and t <= 1:
+    if t > 1:
+      return _segment_scan.run(self, params, state, tokens)
+    if state is None:
       state = self.empty_state(
         params, tokens.head_shape, b, self.segments.capacity(t)
       )
     if t == 1:
       return _one_token.run(self, params, state, tokens)
-    if t == 0:
-      slots = state.index.shape[1]
-      weights = jnp.zeros((b, 0, tokens.q.shape[2], slots + 1), jnp.float32)
-      return jnp.zeros_like(tokens.v), state, weights
-    return _segment_scan.run(self, params, state, tokens)
+    slots = state.index.shape[1]
+    weights = jnp.zeros((b, 0, tokens.q.shape[2], slots + 1), jnp.float32)
+    return jnp.zeros_like(tokens.v), state, weights
 
 
 def _check_room(cached: Cached, tokens: Tokens) -> None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from memcache_jax import token_layout
 from memcache_jax.array_typing import Array, Bool, Int, PyTree
@@ -101,7 +102,7 @@ def _unaligned_starts(tokens: Tokens) -> int:
     return 0
   if tokens.max_unaligned_starts is not None:
     return tokens.max_unaligned_starts
-  if isinstance(tokens.starts, jax.core.Tracer):
+  if isinstance(tokens.starts, Tracer):
     raise ValueError(
       "`max_unaligned_starts` must be given together with `starts` under a "
       "jax transformation, since it fixes the size of the padded layout: an "

@@ -190,19 +190,20 @@ class _Stored(NamedTuple):
   keys: Float[Array, "b s n k"]
   index: Int[Array, "b s"]
   document: Int[Array, "b s"]
-  block: Int[Array, " s"]  # readable in later blocks only; -1: carried
+  block: Int[Array, "1 s"]  # readable in later blocks only; -1: carried
 
 
 def _stored(state, written, segments) -> _Stored:
   # Nothing of this call comes after its last segment, so that one is left out.
   g = written.keys.shape[1]
   new = _Stored(
-    *jax.tree.map(
-      lambda x: x[:, :-1],
-      (written.memories, written.keys, segments.index, segments.document),
-    ),
-    jnp.arange(g - 1),
+    written.memories,
+    written.keys,
+    segments.index,
+    segments.document,
+    jnp.arange(g)[None],
   )
+  new = jax.tree.map(lambda x: x[:, :-1], new)
   if state is None:
     return new
   slots = state.index.shape[1]
@@ -211,22 +212,19 @@ def _stored(state, written, segments) -> _Stored:
     state.keys,
     state.index,
     jnp.where(state.index >= 0, 0, -1),
-    jnp.full((slots,), -1),
+    jnp.full((1, slots), -1),
   )
-  both = jax.tree.map(
-    lambda a, b: jnp.concatenate([a, b], axis=1), old[:4], new[:4]
-  )
-  return _Stored(*both, jnp.concatenate([old.block, new.block]))
+  return jax.tree.map(lambda a, b: jnp.concatenate([a, b], axis=1), old, new)
 
 
 def _weigh(cached, stored, segments, tokens):
   """Weights [b g c n s] of the stored memories and [b g c n] of the own."""
   aggregate = cached.aggregate
   b, g, c, n, _ = tokens.q.shape
-  shape = (b, g, c, n, stored.block.shape[0])
+  shape = (b, g, c, n, stored.block.shape[1])
   readable = segments.document[:, :, None] == stored.document[:, None]
-  block = jnp.arange(g)
-  readable &= (stored.block[None] < block[:, None])[None]
+  block = jnp.arange(g)[None]
+  readable &= stored.block[:, None] < block[:, :, None]
   readable &= cached.segments.readable(
     segments.index[:, :, None], stored.index[:, None]
   )
@@ -244,7 +242,7 @@ def _weigh(cached, stored, segments, tokens):
     stored.index,
     own_index.reshape(b, g * c),
   )
-  if logits is not None:
+  if logits is not None and own_logit is not None:
     logits, own_logit = logits.reshape(shape), own_logit.reshape(shape[:-1])
   readable = readable[:, :, None, None]
   weights, own = aggregate.weights(logits, own_logit, readable)

@@ -245,11 +245,12 @@ def scan_tokens(
   q, k, v, gates = token_layout.zero_masked(
     (tokens.q, tokens.k, tokens.v, dict(tokens.gates)), mask
   )
-  if read is None:
 
-    def read(state, q, index):
-      del index
-      return memory.read(params, memory.snapshot(state), q)
+  def read_online(state, q, index):
+    del index
+    return memory.read(params, memory.snapshot(state), q)
+
+  read = read_online if read is None else read
 
   def advance(state, inputs):
     q, k, v, gates, mask, starts, index = inputs

@@ -70,7 +70,8 @@ def _chunks(q, k, v, log_decay, write, state, count, starts, chunk_size):
     x if x is None else _split(x, size)
     for x in (q, k, v, log_decay, write, starts, ages)
   ]
-  weights = _weights(log_decay, write, starts, ages, k.shape)
+  shape = (b, -(-tokens // size), size, n)
+  weights = _weights(log_decay, write, starts, ages, shape)
   if state.keys is not None:
     k, v = _extend(k, state.keys), _extend(v, state.values)
   y, matrix = _read(q, k, v, weights, state.matrix)
@@ -85,7 +86,7 @@ def _split(x, size):
 
 def _weights(log_decay, write, starts, ages, shape):
   """Decay products and write weights of every chunk; see the module's top."""
-  b, g, c, n, _ = shape
+  b, g, c, n = shape
   if write is None:
     write = jnp.ones((1, 1, 1, 1, 1), jnp.float32)
   write = rearrange(write.astype(jnp.float32), "b g c n w -> b g n w c")
@@ -124,12 +125,12 @@ def _banded(
   The w - 1 tokens before the chunk come first on the last axis.
   """
   window = write.shape[3]
-  inner = 0.0
+  parts = []
   for offset in range(window):
     part = decay * write[:, :, :, offset, None, :]
     before = window - 1 - offset
-    inner += jnp.pad(part, [(0, 0)] * 4 + [(before, offset)])
-  return inner
+    parts.append(jnp.pad(part, [(0, 0)] * 4 + [(before, offset)]))
+  return sum(parts[1:], start=parts[0])
 
 
 def _extend(x, tail):

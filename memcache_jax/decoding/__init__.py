@@ -1,0 +1,6 @@
+"""Decoding: prompts in, tokens out, with the state as the only memory."""
+
+from memcache_jax.decoding._generate import generate, stream
+from memcache_jax.decoding._steps import decode_step, prefill
+
+__all__ = ["decode_step", "generate", "prefill", "stream"]

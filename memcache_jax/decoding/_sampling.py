@@ -1,0 +1,67 @@
+"""How the next token is chosen."""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from memcache_jax.array_typing import Array, Float, Int, PRNGKeyArray
+from memcache_jax.ops import _checks
+
+
+@dataclass(frozen=True)
+class Sampling:
+  """A way to choose the next token; checked when made.
+
+  Attributes:
+    temperature: divides the logits; 0 takes the likeliest token.
+    top_k: choose among this many likeliest tokens only; None for all.
+    top_p: choose among the likeliest tokens that together reach this
+      probability (after temperature and `top_k`), never fewer than one; None
+      for all.
+  """
+
+  temperature: float = 1.0
+  top_k: int | None = None
+  top_p: float | None = None
+
+  def __post_init__(self):
+    if not 0 <= self.temperature < float("inf"):
+      raise ValueError(
+        f"`temperature` must be at least 0 and finite: got {self.temperature}."
+      )
+    if self.top_k is not None:
+      _checks.check_positive(top_k=self.top_k)
+    if self.top_p is not None and not 0 < self.top_p <= 1:
+      raise ValueError(f"`top_p` must be in (0, 1]: got {self.top_p}.")
+
+  def choose(
+    self, logits: Float[Array, "b vocab"], key: PRNGKeyArray
+  ) -> Int[Array, " b"]:
+    """Draws one token per row; -1 for rows whose logits are not numbers."""
+    logits = logits.astype(jnp.float32)
+    wrong = jnp.any(jnp.isnan(logits), axis=-1)
+    if self.temperature == 0:
+      tokens = jnp.argmax(logits, axis=-1)
+    else:
+      tokens = jax.random.categorical(key, self.restrict(logits))
+    return jnp.where(wrong, -1, tokens.astype(jnp.int32))
+
+  def restrict(
+    self, logits: Float[Array, "b vocab"]
+  ) -> Float[Array, "b vocab"]:
+    """Logits of the distribution that is drawn from: -inf where excluded."""
+    if self.temperature != 0:
+      logits = logits / self.temperature
+    if self.top_k is not None:
+      best = jax.lax.top_k(logits, min(self.top_k, logits.shape[-1]))[0]
+      logits = jnp.where(logits < best[:, -1:], -jnp.inf, logits)
+    if self.top_p is not None:
+      ordered = jnp.sort(logits, axis=-1, descending=True)
+      probability = jax.nn.softmax(ordered, axis=-1)
+      # Kept while what comes before has not reached top_p: at least the first.
+      before = jnp.cumsum(probability, axis=-1) - probability
+      kept = jnp.where(before < self.top_p, ordered, jnp.inf)
+      least = jnp.min(kept, axis=-1, keepdims=True)
+      logits = jnp.where(logits < least, -jnp.inf, logits)
+    return logits

@@ -1,0 +1,76 @@
+"""The two functions that decoding is made of; pure, for use inside jit."""
+
+import jax.numpy as jnp
+
+from memcache_jax.array_typing import Array, Bool, Float, Int, State
+from memcache_jax.models import LanguageModel
+
+
+def prefill(
+  model: LanguageModel,
+  tokens: Int[Array, "b t"],
+  state: tuple[State, ...],
+  *,
+  mask: Bool[Array, "b t"] | None = None,
+) -> tuple[Float[Array, "b vocab"], tuple[State, ...]]:
+  """Reads a stretch of a prompt, of any length and from any position.
+
+  Args:
+    model: the model.
+    tokens: ids.
+    state: what `model.init_state` or an earlier call returned.
+    mask: False for padding, on either side.
+
+  Returns:
+    Logits of the token after the last real one of each row (nan for a row
+    without any), and the state.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> from flax import nnx
+    >>> from memcache_jax.decoding import decode_step, prefill
+    >>> from memcache_jax.models import LanguageModel, ModelConfig
+    >>> model = LanguageModel(ModelConfig.tiny(), rngs=nnx.Rngs(0))
+    >>> state = model.init_state(batch=1, max_length=32)
+    >>> logits, state = prefill(model, jnp.array([[1, 2, 3]]), state)
+    >>> logits, state = decode_step(model, jnp.argmax(logits, -1), state)
+    >>> logits.shape
+    (1, 256)
+  """
+  x, state = model.features(tokens, state, mask=mask)
+  b, t = tokens.shape
+  if t == 0:
+    logits = jnp.full((b, model.config.vocab_size), jnp.nan, jnp.float32)
+    return logits, state
+  if mask is None:
+    return model.logits(x[:, -1:])[:, 0], state
+  index = jnp.arange(t, dtype=jnp.int32)[None]
+  last = jnp.max(jnp.where(mask, index, -1), axis=1)
+  x = jnp.take_along_axis(x, jnp.maximum(last, 0)[:, None, None], axis=1)
+  logits = model.logits(x)[:, 0]
+  return jnp.where((last >= 0)[:, None], logits, jnp.nan), state
+
+
+def decode_step(
+  model: LanguageModel,
+  tokens: Int[Array, " b"],
+  state: tuple[State, ...],
+  *,
+  mask: Bool[Array, " b"] | None = None,
+) -> tuple[Float[Array, "b vocab"], tuple[State, ...]]:
+  """Reads one token per row.
+
+  Donate the state when calling it through `jax.jit`: caches are then updated
+  in place.
+
+  Args:
+    model: the model.
+    tokens: ids.
+    state: what `prefill` or an earlier step returned.
+    mask: False for rows that have no token in this step.
+
+  Returns:
+    Logits of the token after it, and the state.
+  """
+  mask = None if mask is None else mask[:, None]
+  return prefill(model, tokens[:, None], state, mask=mask)

@@ -1,0 +1,207 @@
+"""`MemoryMixer`: the layer around a memory, the same for every memory."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from memcache_jax import numerics
+from memcache_jax.array_typing import Array, Bool, DType, Float, State
+from memcache_jax.layers._base import (
+  Mixer,
+  check_dim,
+  check_inputs,
+  to_front,
+)
+from memcache_jax.layers._gates import Gates
+from memcache_jax.layers._norm import RMSNorm
+from memcache_jax.layers._params import InitialMemory, Projection
+from memcache_jax.layers._short_conv import ShortConv
+from memcache_jax.memories import HeadShape, Memory, Tokens
+from memcache_jax.ops import _checks
+
+
+class MixerState(NamedTuple):
+  """State of a `MemoryMixer`: last inputs of the convolutions, and memory."""
+
+  q: Float[Array, "b w_less_1 n k"]
+  k: Float[Array, "b w_less_1 n k"]
+  v: Float[Array, "b w_less_1 n v"]
+  memory: State
+
+
+class MemoryMixer(Mixer):
+  r"""Mixes tokens through a recurrent memory.
+
+  .. math::
+    q, k, v &= \mathrm{SiLU}(\mathrm{conv}(h W_q)), \dots
+      \quad q, k \text{ of length 1 per head} \\
+    y &= \mathrm{memory}(q, k, v, \mathrm{gates}(h)) \\
+    o &= (\mathrm{RMSNorm}_{head}(y) \odot \mathrm{SiLU}(h W_g)) W_o
+
+  The block around the memory of Titans (arXiv 2501.00663), section 4.4, and
+  Miras (arXiv 2504.13173); Memory Caching (arXiv 2602.24281) builds on it.
+  Everything a memory wants besides q, k and v comes from `memory.gates()`.
+
+  Args:
+    dim: model width, d.
+    num_heads: heads, n.
+    memory: any memory, cached or not.
+    key_dim: width of queries and keys per head, k; d / n by default.
+    value_dim: width of values per head, v; d / n by default.
+    conv_width: tokens the convolutions see.
+    out_scale: factor on the initial output projection.
+    dtype: compute dtype; gates, memory parameters and state are float32.
+    param_dtype: of the stored weights.
+    rngs: where the initial weights come from.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> from flax import nnx
+    >>> from memcache_jax.caching import Cached, Constant
+    >>> from memcache_jax.layers import MemoryMixer
+    >>> from memcache_jax.memories import Linear
+    >>> memory = Cached(Linear(), Constant(8))
+    >>> mixer = MemoryMixer(16, 2, memory, rngs=nnx.Rngs(0))
+    >>> y, state = mixer(jnp.ones((1, 20, 16)), mixer.init_state(1, 32))
+    >>> y, state = mixer(jnp.ones((1, 1, 16)), state)
+    >>> y.shape
+    (1, 1, 16)
+  """
+
+  def __init__(
+    self,
+    dim: int,
+    num_heads: int,
+    memory: Memory,
+    *,
+    key_dim: int | None = None,
+    value_dim: int | None = None,
+    conv_width: int = 4,
+    out_scale: float = 1.0,
+    dtype: DType = jnp.float32,
+    param_dtype: DType = jnp.float32,
+    rngs: nnx.Rngs,
+  ):
+    check_dim(dim, num_heads, key_dim=key_dim, value_dim=value_dim)
+    if not isinstance(memory, Memory):
+      raise ValueError(f"`memory` must be a Memory: got {memory!r}.")
+    shape = HeadShape(
+      num_heads, key_dim or dim // num_heads, value_dim or dim // num_heads
+    )
+    n, k, v = shape
+    options = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+    self.dim = dim
+    self.shape = shape
+    self.memory = memory
+    self.q = Projection("dnk", (dim, n, k), **options)
+    self.k = Projection("dnk", (dim, n, k), **options)
+    self.v = Projection("dnv", (dim, n, v), **options)
+    self.q_conv = ShortConv((n, k), conv_width, **options)
+    self.k_conv = ShortConv((n, k), conv_width, **options)
+    self.v_conv = ShortConv((n, v), conv_width, **options)
+    self.gates = Gates(dim, shape, memory.gates(), **options)
+    self.norm = RMSNorm((n, v))
+    self.out_gate = Projection("dnv", (dim, n, v), **options)
+    self.out = Projection(
+      "nvd", (n, v, dim), contract=2, scale=out_scale, **options
+    )
+    params = memory.init_params(rngs.params(), shape)
+    self.initial = nnx.data(jax.tree.map(InitialMemory, params))
+
+  def init_state(self, batch: int, max_length: int) -> MixerState:
+    """The state before the first token; see `Mixer.init_state`."""
+    _checks.check_positive(batch=batch, max_length=max_length)
+    return MixerState(
+      q=self.q_conv.init_state(batch),
+      k=self.k_conv.init_state(batch),
+      v=self.v_conv.init_state(batch),
+      memory=self.memory.init_state(
+        self._memory_params(), self.shape, batch, max_length=max_length
+      ),
+    )
+
+  def __call__(
+    self,
+    x: Float[Array, "b t d"],
+    state: MixerState | None = None,
+    *,
+    mask: Bool[Array, "b t"] | None = None,
+    starts: Bool[Array, "b t"] | None = None,
+    max_unaligned_starts: int | None = None,
+  ) -> tuple[Float[Array, "b t d"], MixerState]:
+    """Mixes a stretch of tokens; see `Mixer`."""
+    check_inputs(x, self.dim, mask, starts)
+    front = to_front(x, mask, starts)
+    tokens, tails = self._tokens(front, state, max_unaligned_starts)
+    y, memory = self.memory.scan(
+      self._memory_params(), None if state is None else state.memory, tokens
+    )
+    return self._output(front, y), tails._replace(memory=memory)
+
+  def inspect(
+    self,
+    x: Float[Array, "b t d"],
+    state: MixerState | None = None,
+    *,
+    mask: Bool[Array, "b t"] | None = None,
+    starts: Bool[Array, "b t"] | None = None,
+    max_unaligned_starts: int | None = None,
+  ) -> tuple[
+    Float[Array, "b t d"], MixerState, Float[Array, "b t n s_and_online"]
+  ]:
+    """Like calling the layer, and returns the gates of a cached memory too.
+
+    Returns:
+      y, the state, and the weight with which every token reads each memory,
+      as `Cached.inspect` orders them.
+
+    Raises:
+      ValueError: when the memory has no such weights.
+    """
+    inspect = getattr(self.memory, "inspect", None)
+    if inspect is None:
+      raise ValueError(
+        f"`memory` must be a cached one to be inspected: got {self.memory!r}."
+      )
+    check_inputs(x, self.dim, mask, starts)
+    front = to_front(x, mask, starts)
+    tokens, tails = self._tokens(front, state, max_unaligned_starts)
+    y, memory, weights = inspect(
+      self._memory_params(), None if state is None else state.memory, tokens
+    )
+    y = self._output(front, y)
+    return y, tails._replace(memory=memory), front.back(weights)
+
+  def _tokens(self, front, state, max_unaligned_starts):
+    """What the memory consumes, and the state of the convolutions."""
+    convolved, tails = {}, {}
+    for name in ("q", "k", "v"):
+      projection, conv = getattr(self, name), getattr(self, f"{name}_conv")
+      tail = None if state is None else getattr(state, name)
+      y, tails[name] = conv.convolve(
+        projection(front.x), tail, front.starts, front.count
+      )
+      convolved[name] = jax.nn.silu(y)
+    tokens = Tokens(
+      q=numerics.l2_normalize(convolved["q"]),
+      k=numerics.l2_normalize(convolved["k"]),
+      v=convolved["v"],
+      gates=self.gates(front.x),
+      mask=front.valid,
+      starts=front.starts,
+      max_unaligned_starts=max_unaligned_starts,
+    )
+    return tokens, MixerState(tails["q"], tails["k"], tails["v"], None)
+
+  def _output(self, front, y):
+    y = self.norm(y) * jax.nn.silu(self.out_gate(front.x))
+    return front.back(self.out(y))
+
+  def _memory_params(self):
+    return jax.tree.map(
+      lambda variable: variable[...],
+      self.initial,
+      is_leaf=lambda leaf: isinstance(leaf, nnx.Variable),
+    )

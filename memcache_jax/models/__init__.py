@@ -1,0 +1,23 @@
+"""Language models from frozen configs."""
+
+from memcache_jax.models._config import (
+  AttentionSpec,
+  MemorySpec,
+  MixerSpec,
+  ModelConfig,
+)
+from memcache_jax.models._embedding import Embedding
+from memcache_jax.models._language_model import LanguageModel
+from memcache_jax.models._loss import next_token_loss
+from memcache_jax.models._tokens import check_token_ids
+
+__all__ = [
+  "AttentionSpec",
+  "Embedding",
+  "LanguageModel",
+  "MemorySpec",
+  "MixerSpec",
+  "ModelConfig",
+  "check_token_ids",
+  "next_token_loss",
+]

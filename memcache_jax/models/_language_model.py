@@ -1,0 +1,232 @@
+"""`LanguageModel`: token ids to logits, through blocks that are scanned."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from memcache_jax.array_typing import Array, Bool, Float, Int, PyTree, State
+from memcache_jax.layers import Block, Projection, RMSNorm
+from memcache_jax.models._config import MixerSpec, ModelConfig
+from memcache_jax.models._embedding import Embedding
+from memcache_jax.models._tokens import check_token_ids
+
+
+class LanguageModel(nnx.Module):
+  """A causal language model with explicit state.
+
+  ``logits = head(norm(blocks(embed(tokens))))``; blocks are pre-norm residual
+  (see `layers.Block`), their weights stacked over the repetitions of
+  `config.pattern`. The state is a tuple with one entry per layer, in order,
+  each a plain pytree with the batch axis first.
+
+  Args:
+    config: sizes and layers.
+    rngs: where the initial weights come from.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> from flax import nnx
+    >>> from memcache_jax.models import LanguageModel, ModelConfig
+    >>> model = LanguageModel(ModelConfig.tiny(), rngs=nnx.Rngs(0))
+    >>> state = model.init_state(batch=1, max_length=64)
+    >>> logits, state = model(jnp.array([[1, 2, 3]]), state)
+    >>> logits, state = model(jnp.array([[4]]), state)
+    >>> logits.shape
+    (1, 1, 256)
+  """
+
+  def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+    options: dict[str, Any] = {
+      "dtype": config.dtype,
+      "param_dtype": config.param_dtype,
+    }
+    self.config = config
+    self.embedding = Embedding(
+      config.vocab_size, config.dim, rngs=rngs, **options
+    )
+
+    def make(rngs: nnx.Rngs) -> nnx.List:
+      return nnx.List(_block(config, spec, rngs) for spec in config.pattern)
+
+    make = nnx.transform_metadata(make, partition=None)
+    self.blocks = jax.vmap(make)(rngs.split(config.repeats))
+    self.norm = RMSNorm(config.dim)
+    self.head = nnx.data(None)
+    if not config.tie_embeddings:
+      self.head = Projection(
+        "dl", (config.dim, config.vocab_size), rngs=rngs, **options
+      )
+
+  def init_state(self, batch: int, max_length: int) -> tuple[State, ...]:
+    """The state before the first token, one entry per layer.
+
+    Args:
+      batch: rows.
+      max_length: most tokens of one document that the state must have room
+        for; see `layers.Mixer.init_state`.
+    """
+
+    def make(group):
+      return [block.init_state(batch, max_length) for block in group]
+
+    return _unstack(jax.vmap(make)(self.blocks), self.config.repeats)
+
+  def __call__(
+    self,
+    tokens: Int[Array, "b t"],
+    state: tuple[State, ...] | None = None,
+    *,
+    mask: Bool[Array, "b t"] | None = None,
+    starts: Bool[Array, "b t"] | None = None,
+    max_unaligned_starts: int | None = None,
+  ) -> tuple[Float[Array, "b t vocab"], tuple[State, ...]]:
+    """Logits of the next token after each token.
+
+    Args:
+      tokens: ids. Out of range they raise where their values are known, and
+        give nan under a jax transformation.
+      state: what an earlier call or `init_state` returned. None: a new
+        sequence, and the returned state has room for this call only.
+      mask: False for a token that does not exist: it changes nothing, and its
+        logits are 0.
+      starts: True where a document starts, before which everything is
+        forgotten.
+      max_unaligned_starts: most document starts per row and call that may lie
+        off the grid of the memories; see `memories.Tokens`.
+
+    Returns:
+      Logits in float32, and the state after the last token.
+    """
+    x, state = self.features(
+      tokens,
+      state,
+      mask=mask,
+      starts=starts,
+      max_unaligned_starts=max_unaligned_starts,
+    )
+    return self.logits(x), state
+
+  def features(
+    self,
+    tokens: Int[Array, "b t"],
+    state: tuple[State, ...] | None = None,
+    *,
+    mask: Bool[Array, "b t"] | None = None,
+    starts: Bool[Array, "b t"] | None = None,
+    max_unaligned_starts: int | None = None,
+  ) -> tuple[Float[Array, "b t d"], tuple[State, ...]]:
+    """Like calling the model, but stops before the output layer."""
+    check_token_ids(tokens, self.config.vocab_size, mask)
+    x = self.embedding(tokens, mask)
+    flags = {
+      "mask": mask,
+      "starts": starts,
+      "max_unaligned_starts": max_unaligned_starts,
+    }
+    if tokens.shape[1] == 1 and state is not None:
+      x, state = self._step(x, state, flags)
+    else:
+      x, state = self._scan(x, state, flags)
+    return self.norm(x), state
+
+  def logits(self, x: Float[Array, "b t d"]) -> Float[Array, "b t vocab"]:
+    """Turns features into logits, float32."""
+    if self.head is None:
+      return self.embedding.attend(x)
+    return self.head(x, jnp.float32)
+
+  def segment_gates(
+    self,
+    tokens: Int[Array, "b t"],
+    *,
+    mask: Bool[Array, "b t"] | None = None,
+  ) -> dict[int, Float[Array, "b t n s_and_online"]]:
+    """How much every token reads each memory, for looking at and plotting.
+
+    Args:
+      tokens: ids of new sequences.
+      mask: False for tokens that do not exist.
+
+    Returns:
+      For every layer with a cached memory, by its number from 0, the weight
+      of the cached memories in order and last that of the online one.
+    """
+    check_token_ids(tokens, self.config.vocab_size, mask)
+    x, gates, layer = self.embedding(tokens, mask), {}, 0
+    for group in self._groups():
+      for block in group:
+        memory = getattr(block.mixer, "memory", None)
+        if hasattr(memory, "inspect"):
+          x, _, gates[layer] = block.inspect(x, mask=mask)
+        else:
+          x, _ = block(x, mask=mask)
+        layer += 1
+    return gates
+
+  def _groups(self):
+    """The repetitions of the pattern, each with its own weights."""
+    return [_take(self.blocks, i) for i in range(self.config.repeats)]
+
+  def _step(self, x, state, flags):
+    """One token. Not scanned: a scan would copy every cache to and fro."""
+    new_state = []
+    for group in self._groups():
+      x, states = _apply(group, x, state[len(new_state) :], flags)
+      new_state += states
+    return x, tuple(new_state)
+
+  def _scan(self, x, state, flags):
+    period = len(self.config.pattern)
+
+    def body(x, inputs):
+      group, states = inputs
+      return _apply(group, x, states, flags)
+
+    remat = self.config.remat
+    if remat:
+      policy = None if remat is True else remat
+      body = jax.checkpoint(body, policy=policy, prevent_cse=False)
+    stacked = None
+    if state is not None:
+      # Layers at the same place of the pattern have states of one shape.
+      stacked = [_stack(state[i::period]) for i in range(period)]
+    x, stacked = jax.lax.scan(body, x, (self.blocks, stacked))
+    return x, _unstack(stacked, self.config.repeats)
+
+
+def _block(config: ModelConfig, spec: MixerSpec, rngs: nnx.Rngs) -> Block:
+  options = {
+    # Keeps the size of the residual stream independent of depth.
+    "out_scale": (2 * config.num_layers) ** -0.5,
+    "dtype": config.dtype,
+    "param_dtype": config.param_dtype,
+    "rngs": rngs,
+  }
+  mixer = spec.build(config.dim, **options)
+  return Block(mixer, config.hidden_dim, **options)
+
+
+def _apply(group, x, states, flags):
+  """Runs the blocks of one repetition; states None, or from its first on."""
+  new_states = []
+  for i, block in enumerate(group):
+    state = None if states is None else states[i]
+    x, state = block(x, state, **flags)
+    new_states.append(state)
+  return x, new_states
+
+
+def _take(tree: PyTree, index: int) -> PyTree:
+  return jax.tree.map(lambda x: x[index], tree)
+
+
+def _unstack(stacked, repeats) -> tuple[State, ...]:
+  """Stacked states of the places of the pattern -> states of the layers."""
+  groups = [_take(stacked, i) for i in range(repeats)]
+  return tuple(state for group in groups for state in group)
+
+
+def _stack(trees) -> PyTree:
+  return jax.tree.map(lambda *xs: jnp.stack(xs), *trees)

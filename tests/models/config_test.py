@@ -1,0 +1,73 @@
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from memcache_jax.layers import NoDecayParam
+from memcache_jax.memories import Linear
+from memcache_jax.models import (
+  AttentionSpec,
+  LanguageModel,
+  MemorySpec,
+  ModelConfig,
+)
+
+
+def parameters(config):
+  """Number of parameters and of those that are not weights."""
+  model = nnx.eval_shape(lambda: LanguageModel(config, rngs=nnx.Rngs(0)))
+  count = lambda state: sum(np.prod(x.shape) for x in jax.tree.leaves(state))
+  return count(nnx.state(model, nnx.Param)), count(
+    nnx.state(model, NoDecayParam)
+  )
+
+
+def test_presets_have_the_sizes_of_the_paper():
+  # 12 d^2 a block (4 attention, 8 feed-forward) and the tied embedding.
+  for config in (
+    ModelConfig.transformer_760m(),
+    ModelConfig.transformer_1_3b(),
+  ):
+    total, other = parameters(config)
+    d = config.dim
+    hidden = -(-8 * d // (3 * 256)) * 256
+    blocks = config.num_layers * (4 * d**2 + 3 * d * hidden)
+    assert total - other == blocks + config.vocab_size * d
+    assert other == (2 * config.num_layers + 1) * d
+  total, _ = parameters(ModelConfig.transformer_760m())
+  assert round(total / 1e6, 1) == 728.7
+  # q, k, v, o, output gate, router and feed-forward: 14 d^2, and small ones.
+  for config in (
+    ModelConfig.memory_caching_760m(),
+    ModelConfig.memory_caching_1_3b(),
+  ):
+    total, _ = parameters(config)
+    per_block = (total - config.vocab_size * config.dim) / config.num_layers
+    assert 14.0 < per_block / config.dim**2 < 14.3
+  assert parameters(ModelConfig.samba_760m())[0] > 728e6
+
+
+def test_configs_are_values():
+  assert ModelConfig.tiny() == ModelConfig.tiny()
+  assert hash(ModelConfig.tiny()) == hash(ModelConfig.tiny())
+  assert ModelConfig.tiny(AttentionSpec(2), repeats=3).num_layers == 3
+
+
+def test_errors(no_shape_checks):
+  spec = MemorySpec(Linear(), 2)
+  options = {"vocab_size": 16, "dim": 8}
+  with pytest.raises(ValueError, match="num_layers=3, 2 in pattern"):
+    ModelConfig(num_layers=3, pattern=(spec, spec), **options)
+  with pytest.raises(ValueError, match="`pattern` must be a tuple"):
+    ModelConfig(num_layers=1, pattern=[spec], **options)
+  with pytest.raises(ValueError, match="`pattern` must be a tuple"):
+    ModelConfig(num_layers=1, pattern=(Linear(),), **options)
+  with pytest.raises(ValueError, match="0 in pattern"):
+    ModelConfig(num_layers=1, pattern=(), **options)
+  with pytest.raises(ValueError, match="`hidden_dim` .* got 0"):
+    ModelConfig(num_layers=1, pattern=(spec,), hidden_dim=0, **options)
+  uneven = ModelConfig(
+    num_layers=1, pattern=(MemorySpec(Linear(), 3),), **options
+  )
+  with pytest.raises(ValueError, match="`dim` must be divisible by .*dim=8"):
+    LanguageModel(uneven, rngs=nnx.Rngs(0))
