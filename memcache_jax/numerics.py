@@ -53,11 +53,22 @@ def decay_runs(
     resets: tokens before which everything is forgotten.
 
   Returns:
-    ``logs`` and ``counts``, both float32, inclusive sums over the last axis.
+    ``logs``, float32: the sum over the last axis since the last reset, and
+    ``counts``, float32: how many resets there were; both inclusive.
   """
   dead = resets | (log_decay < _EXP_UNDERFLOW)
-  logs = jnp.cumsum(jnp.where(dead, 0.0, log_decay), axis=-1)
   counts = jnp.cumsum(dead.astype(jnp.float32), axis=-1)
+  # A matmul instead of a running sum: it starts anew at every reset, so that
+  # not even a rounding error of the gradient crosses one.
+  c = log_decay.shape[-1]
+  causal = jnp.tril(jnp.ones((1,) * (counts.ndim - 1) + (c, c), bool))
+  same = causal & (counts[..., :, None] == counts[..., None, :])
+  logs = jnp.einsum(
+    "...ce,...e->...c",
+    same.astype(jnp.float32),
+    jnp.where(dead, 0.0, log_decay),
+    precision="highest",
+  )
   return logs, counts
 
 

@@ -32,9 +32,7 @@ def relative_error(
   return rms(x - reference) / max(rms(reference), 1e-3)
 
 
-def assert_close(
-  x: PyTree, reference: PyTree, tolerance: float = 2e-5
-) -> None:
+def assert_close(x: PyTree, reference: PyTree, tolerance: float = 2e-5) -> None:
   """Compares two pytrees leaf by leaf; floats by their relative error.
 
   Raises:
@@ -106,10 +104,7 @@ def random_tokens(
 def _random_gate(
   rng: np.random.Generator, gate: Gate, axes: tuple[int, ...], key_dim: int
 ) -> np.ndarray:
-  if gate.kind == "connector":
-    axes = (*axes, key_dim)
-  elif gate.width is not None:
-    axes = (*axes, gate.width)
+  axes = (*axes, *gate.axes(key_dim))
   match gate.kind:
     case "log_decay":
       x = -rng.exponential(0.2, axes)
@@ -117,6 +112,9 @@ def _random_gate(
       x = gate.scale * rng.random(axes)
     case "dt":
       x = rng.random(axes)
+    case "direction":
+      x = rng.standard_normal(axes)
+      x = x / np.linalg.norm(x, axis=-1, keepdims=True)
     case _:
       x = 2 * rng.standard_normal(axes)
   return x.astype(np.float32)

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 from memcache_jax import token_layout
 from memcache_jax.caching import _levels, _router
 from memcache_jax.caching._segments import block_level
-from memcache_jax.caching._state import CacheState
 from memcache_jax.memories._base import Tokens, select_rows
 
 
@@ -100,6 +99,8 @@ def _cache(cached, params, state, done, shape):
   """Moves the online memory of finished segments into the cache."""
   b, slots = state.index.shape
   memory = cached.memory
+  if slots == 0:  # no room; `beyond` sees to what comes after
+    return _open(cached, params, state, done, shape)
   snapshot, total = memory.snapshot(state.online), state.pool
   count = jnp.full((b,), cached.segments.length)
   if state.levels is not None:
@@ -127,17 +128,23 @@ def _cache(cached, params, state, done, shape):
   def put(stored, new):
     return token_layout.put_rows(stored, slot, new[:, None])
 
-  online = state.online
-  if cached.write_mode == "independent":
-    initial = memory.init_state(params, shape, b)
-    online = select_rows(done, initial, online)
-  return CacheState(
-    online=online,
-    pool=jnp.where(done[:, None, None], 0.0, state.pool),
-    position=jnp.where(done, 0, state.position),
+  state = state._replace(
     memories=jax.tree.map(put, state.memories, snapshot),
     keys=put(state.keys, keys),
     index=put(state.index, state.count),
-    count=after,
-    levels=state.levels,
+  )
+  return _open(cached, params, state, done, shape)
+
+
+def _open(cached, params, state, done, shape):
+  """Opens a new segment in the rows that finished one."""
+  online = state.online
+  if cached.write_mode == "independent":
+    initial = cached.memory.init_state(params, shape, done.shape[0])
+    online = select_rows(done, initial, online)
+  return state._replace(
+    online=online,
+    pool=jnp.where(done[:, None, None], 0.0, state.pool),
+    position=jnp.where(done, 0, state.position),
+    count=state.count + done.astype(jnp.int32),
   )

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from memcache_jax import numerics
 from memcache_jax.array_typing import Array, DType, Float
 from memcache_jax.layers._params import NoDecayParam, Projection
 from memcache_jax.memories import Gate, HeadShape
@@ -15,7 +16,7 @@ from memcache_jax.ops import _checks
 _RATE = (1e-3, 16.0)
 _TIME_STEP = (1e-3, 0.1)
 
-_KINDS = ("log_decay", "dt", "sigmoid", "linear", "connector")
+_KINDS = ("log_decay", "dt", "sigmoid", "linear", "connector", "direction")
 
 
 class Gates(nnx.Module):
@@ -29,14 +30,15 @@ class Gates(nnx.Module):
   sigmoid     ``scale * sigmoid(h W + bias)``
   linear      ``h W + bias``
   connector   ``h W``
+  direction   ``h W / |h W|``
   =========== ============================================================
 
   Args:
     dim: model width.
     shape: sizes of the heads.
     gates: what `Memory.gates` returned.
-    dtype: of the operands of the connector's product, the only large one;
-      all others are float32.
+    dtype: of the operands of the products of connectors and directions, the
+      only large ones; all others are float32.
     param_dtype: of the stored kernels; biases and rates are float32.
     rngs: where the initial weights come from.
 
@@ -70,7 +72,7 @@ class Gates(nnx.Module):
     self.specs = tuple(sorted(gates.items()))
     made = {}
     for name, gate in self.specs:
-      if gate.kind == "connector":
+      if gate.kind in ("connector", "direction"):
         made[name] = Projection(
           "dnk",
           (dim, shape.num_heads, shape.key_dim),
@@ -79,9 +81,9 @@ class Gates(nnx.Module):
           rngs=rngs,
         )
       elif gate.kind == "log_decay":
-        made[name] = _Decay(dim, shape.num_heads, gate, param_dtype, rngs)
+        made[name] = _Decay(dim, shape, gate, param_dtype, rngs)
       elif gate.kind != "dt":
-        made[name] = _Affine(dim, shape.num_heads, gate, param_dtype, rngs)
+        made[name] = _Affine(dim, shape, gate, param_dtype, rngs)
     self.projections = nnx.Dict(made)
 
   def __call__(
@@ -99,6 +101,10 @@ class Gates(nnx.Module):
           gates[name] = self.projections[name](h)
         case "connector":
           gates[name] = self.projections[name](h, jnp.float32)
+        case "direction":
+          gates[name] = numerics.l2_normalize(
+            self.projections[name](h, jnp.float32)
+          )
     for name, gate in self.specs:
       if gate.kind == "dt":
         gates[name] = time_step
@@ -116,19 +122,21 @@ def _check(gates: Mapping[str, Gate]) -> None:
     )
 
 
-def _kernel(dim, num_heads, gate, param_dtype, rngs) -> Projection:
-  if gate.width is None:
-    axes, shape = "dn", (dim, num_heads)
-  else:
-    axes, shape = "dnw", (dim, num_heads, gate.width)
-  return Projection(axes, shape, param_dtype=param_dtype, rngs=rngs)
+def _kernel(dim, shape, gate, param_dtype, rngs) -> Projection:
+  last = gate.axes(shape.key_dim)
+  return Projection(
+    "dnw" if last else "dn",
+    (dim, shape.num_heads, *last),
+    param_dtype=param_dtype,
+    rngs=rngs,
+  )
 
 
 class _Affine(nnx.Module):
   """``h W + bias`` in float32."""
 
-  def __init__(self, dim, num_heads, gate, param_dtype, rngs):
-    self.projection = _kernel(dim, num_heads, gate, param_dtype, rngs)
+  def __init__(self, dim, shape, gate, param_dtype, rngs):
+    self.projection = _kernel(dim, shape, gate, param_dtype, rngs)
     bias = jnp.asarray(gate.bias, jnp.float32)
     self.bias = NoDecayParam(
       jnp.broadcast_to(bias, self.projection.kernel.shape[1:])
@@ -141,8 +149,8 @@ class _Affine(nnx.Module):
 class _Decay(nnx.Module):
   """``-exp(A_log) dt`` and ``dt = softplus(h W + dt_bias)``, in float32."""
 
-  def __init__(self, dim, num_heads, gate, param_dtype, rngs):
-    self.projection = _kernel(dim, num_heads, gate, param_dtype, rngs)
+  def __init__(self, dim, head_shape, gate, param_dtype, rngs):
+    self.projection = _kernel(dim, head_shape, gate, param_dtype, rngs)
     shape = self.projection.kernel.shape[1:]
     low, high = _RATE
     rate = jax.random.uniform(rngs.params(), shape, minval=low, maxval=high)

@@ -7,19 +7,57 @@ from memcache_jax.memories._base import (
   Tokens,
   scan_tokens,
 )
+from memcache_jax.memories._deep import (
+  TTTMLP,
+  Atlas,
+  DeepLinear,
+  DeepSlidingWindow,
+  LaCT,
+  Memora,
+  Moneta,
+  Omega,
+  Titans,
+  TTTLinear,
+  Yaad,
+)
+from memcache_jax.memories._delta import RWKV7, Delta, GatedDelta
 from memcache_jax.memories._linear import (
   DecayedLinear,
   Linear,
   SlidingWindowLinear,
 )
+from memcache_jax.memories._miras import Miras
+from memcache_jax.memories._miras_parts import (
+  Optimizer,
+  PolynomialFeatures,
+  Retention,
+)
 
 __all__ = [
+  "RWKV7",
+  "TTTMLP",
+  "Atlas",
   "DecayedLinear",
+  "DeepLinear",
+  "DeepSlidingWindow",
+  "Delta",
   "Gate",
+  "GatedDelta",
   "HeadShape",
+  "LaCT",
   "Linear",
+  "Memora",
   "Memory",
+  "Miras",
+  "Moneta",
+  "Omega",
+  "Optimizer",
+  "PolynomialFeatures",
+  "Retention",
   "SlidingWindowLinear",
+  "TTTLinear",
+  "Titans",
   "Tokens",
+  "Yaad",
   "scan_tokens",
 ]

@@ -36,18 +36,28 @@ class Gate:
   Attributes:
     kind: what the gate is in natural form. "log_decay": logarithm of a decay
       in (0, 1), Mamba-2's parameterisation. "dt": the time step of that same
-      decay, a write strength. "sigmoid": in (0, scale). "linear": any number.
-      "connector": the router query, as wide as a key.
+      decay, a write strength. "sigmoid": between 0 and scale. "linear": any
+      number. "connector": the router query, as wide as a key. "direction": a
+      unit vector, as wide as a key.
     width: numbers per token and head; None for one without an axis of its
-      own ("connector" always has the axis k).
+      own, "key" for as many as a key has. "connector" and "direction" always
+      are that wide.
     bias: bias of the projection at the start, one for all or one per number.
     scale: factor on a sigmoid.
   """
 
-  kind: Literal["log_decay", "dt", "sigmoid", "linear", "connector"]
-  width: int | None = None
+  kind: Literal[
+    "log_decay", "dt", "sigmoid", "linear", "connector", "direction"
+  ]
+  width: int | Literal["key"] | None = None
   bias: float | tuple[float, ...] = 0.0
   scale: float = 1.0
+
+  def axes(self, key_dim: int) -> tuple[int, ...]:
+    """Sizes of the axes after the heads."""
+    if self.width == "key" or self.kind in ("connector", "direction"):
+      return (key_dim,)
+    return () if self.width is None else (self.width,)
 
 
 @jax.tree_util.register_dataclass
@@ -290,11 +300,7 @@ def check_tokens(memory: Memory, tokens: Tokens) -> None:
       f"got {sorted(tokens.gates)}."
     )
   for name, gate in wanted.items():
-    axes = "b t n"
-    if gate.kind == "connector":
-      axes += " k"
-    elif gate.width is not None:
-      axes += f" {gate.width}"
+    axes = " ".join(["b t n", *map(str, gate.axes(tokens.q.shape[-1]))])
     specs[f"gates[{name!r}]"] = (tokens.gates[name], axes)
   _checks.check_shapes(specs)
   _checks.check_floating(q=tokens.q, k=tokens.k, v=tokens.v, **tokens.gates)

@@ -7,9 +7,7 @@ Implementation: TypeAlias = Literal["reference", "xla", "mosaic_tpu", "triton"]
 _NAMES = ("reference", "xla", "mosaic_tpu", "triton")
 
 
-def resolve(
-  op: str, implementation: str | None
-) -> Literal["reference", "xla"]:
+def resolve(op: str, implementation: str | None) -> Literal["reference", "xla"]:
   """Turns the public `implementation` argument into the one to run.
 
   ``None`` takes the fastest one there is for the op. An explicit choice never

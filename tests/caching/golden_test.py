@@ -1,4 +1,4 @@
-"""Every golden case this version can compute: values and gradients."""
+"""Every golden case: values and gradients against float64 numbers."""
 
 import chex
 import jax
@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from memcache_jax import document_starts
+from memcache_jax import document_starts, memories
 from memcache_jax.caching import (
   Cached,
   Constant,
@@ -17,68 +17,109 @@ from memcache_jax.caching import (
   Residual,
   SparseSelective,
 )
-from memcache_jax.memories import (
-  DecayedLinear,
-  HeadShape,
-  Linear,
-  SlidingWindowLinear,
-  Tokens,
-)
+from memcache_jax.memories import HeadShape, Optimizer, Retention, Tokens
+from memcache_jax.ops.mlp_memory import MLP
+from memcache_jax.testing import stream
 from tests import golden
 
-MEMORIES = {
-  "linear": lambda config: Linear(chunk_size=16),
-  "decayed_linear": lambda config: DecayedLinear(write="sigmoid"),
-  "swla": lambda config: SlidingWindowLinear(config["window"], chunk_size=16),
-}
-
-CASES = [case for case in golden.cases() if case.config["memory"] in MEMORIES]
+CASES = tuple(golden.cases())
 SEGMENTS = {"constant": Constant, "logarithmic": Logarithmic}
+ARCHITECTURES = {
+  "matrix": MLP.matrix(),
+  "mlp2": MLP(norm=False),
+  "mlp2_ln": MLP(),
+  "ttt_linear": MLP.ttt_linear(),
+  "ttt_mlp": MLP.ttt_mlp(),
+}
+MATRIX_MEMORIES = ("linear", "decayed_linear", "swla")
 
 
-def test_the_cases_are_the_ones_meant():
-  assert len(CASES) == 15
+def _base_memory(case):
+  config, name = case.config, case.config["memory"]
+  initial = "learned" if config["initial_memory"] == "given" else "zero"
+  match name:
+    case "linear":
+      return memories.Linear(chunk_size=16)
+    case "decayed_linear":
+      return memories.DecayedLinear(write="sigmoid")
+    case "swla":
+      return memories.SlidingWindowLinear(config["window"], chunk_size=16)
+    case "deltanet":
+      return memories.Delta(initial=initial, chunk_size=16)
+    case "gated_deltanet":
+      return memories.GatedDelta(initial=initial, chunk_size=16)
+    case "rwkv7":
+      return memories.RWKV7(initial=initial)
+  options = {
+    "architecture": ARCHITECTURES[config["architecture"]],
+    "inner_batch": config["inner_batch"],
+  }
+  pairs = Optimizer(restart="pairs")
+  match name:
+    case "dla":
+      decay = Retention(decay="decay" in case.inputs)
+      return memories.DeepLinear(retention=decay, **options)
+    case "deep_swla":
+      return memories.DeepSlidingWindow(window=config["window"], **options)
+    case "titans":
+      return memories.Titans(**options)
+    case "omega":
+      return memories.Omega(window=config["window"], **options)
+    case "yaad":
+      return memories.Yaad(**options)
+    case "moneta":
+      return memories.Moneta(**options)
+    case "ttt_linear":
+      return memories.TTTLinear(optimizer=pairs, **options)
+    case "ttt_mlp":
+      return memories.TTTMLP(optimizer=pairs, **options)
+  raise AssertionError(f"no memory for {name}")
 
 
-def _aggregate(config):
-  gate, pool = config["gate"], config.get("pool", "mean")
+def _aggregate(case):
+  config = case.config
+  gate = {"gate": config["gate"], "pooling": config.get("pool", "mean")}
+  if gate["gate"] == "input":
+    gate["max_segments"] = case.inputs["gate_logits"].shape[-1]
   match config["aggregation"]:
     case "residual":
       return Residual()
     case "average":
       return MovingAverage()
     case "grm":
-      return GatedResidual(gate=gate, pooling=pool)
+      return GatedResidual(**gate)
     case "soup":
-      return MemorySoup(gate=gate, pooling=pool)
+      return MemorySoup(**gate)
     case "ssc":
-      return SparseSelective(config["top_k"], gate=gate, pooling=pool)
+      return SparseSelective(config["top_k"], **gate)
+  raise AssertionError(f"no aggregator for {config['aggregation']}")
 
 
-def _memory(config):
-  memory = MEMORIES[config["memory"]](config)
+def _memory(case):
+  config = case.config
   if config["aggregation"] == "none":
-    return memory
+    return _base_memory(case)
   return Cached(
-    memory,
+    _base_memory(case),
     SEGMENTS[config["segmentation"]](config["segment_length"]),
-    _aggregate(config),
+    _aggregate(case),
     config["write_mode"],
   )
+
+
+# Where a gate of ours has another name in the files.
+NAMES = {"slot_logits": "gate_logits", "beta": "write"}
 
 
 def _gates(memory, inputs):
   gates = {}
   for name in memory.gates():
-    match name:
-      case "log_decay":
-        gates[name] = jnp.log(inputs["decay"])
-      case "write" if "window_weights" in inputs:
-        gates[name] = inputs["window_weights"]
-      case "slot_logits":
-        gates[name] = inputs["gate_logits"]
-      case _:
-        gates[name] = inputs[name]
+    if name == "log_decay":
+      gates[name] = jnp.log(inputs["decay"])
+    elif name in ("write", "step") and "window_weights" in inputs:
+      gates[name] = inputs["window_weights"]
+    else:
+      gates[name] = inputs[NAMES.get(name, name)]
   return gates
 
 
@@ -98,6 +139,15 @@ def _tokens(memory, inputs):
   )
 
 
+def _params(inputs):
+  prefix = "param."
+  return {
+    name.removeprefix(prefix): x
+    for name, x in inputs.items()
+    if name.startswith(prefix)
+  }
+
+
 def _to_jax(x):
   if np.issubdtype(x.dtype, np.floating):
     return jnp.asarray(x, jnp.float32)
@@ -106,41 +156,56 @@ def _to_jax(x):
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_values_and_gradients(case):
-  memory = _memory(case.config)
+  memory = _memory(case)
   inputs = jax.tree.map(_to_jax, case.inputs)
   floats = {
     name: x
     for name, x in inputs.items()
-    if jnp.issubdtype(x.dtype, jnp.floating) and not name.startswith("param")
+    if jnp.issubdtype(x.dtype, jnp.floating)
   }
   weights = floats.pop("out_weights")
+  if case.config["memory"] in MATRIX_MEMORIES:
+    floats.pop("param.w", None)  # their initial memory is zero, not learned
+  if "mask" in inputs:
+    # Large where masked, but log of a decay above 1 is no decay at all.
+    decay = floats.get("decay")
+    if decay is not None:
+      keep = inputs["mask"].reshape(*inputs["mask"].shape, 1)
+      floats["decay"] = jnp.where(keep, decay, 1.0)
 
   def loss(floats):
     tokens = _tokens(memory, {**inputs, **floats})
-    y, state = memory.scan({}, None, tokens)
+    y, state = memory.scan(_params(floats), None, tokens)
     return jnp.sum(y * weights), (y, state)
 
   run = jax.jit(jax.value_and_grad(loss, has_aux=True))
   (_, (y, state)), grads = run(floats)
   chex.assert_tree_all_finite((y, state, grads))
   assert golden.error(y, case.outputs["y"]) < 2e-5
+  zero_start = case.config["initial_memory"] == "zero"
   for name, grad in grads.items():
+    if zero_start and name.startswith("param."):
+      continue  # their memory is a constant
     assert golden.error(grad, case.gradients[name]) < 1e-4, name
   _check_state(case, state)
 
 
 def _check_state(case, state):
+  """What is cached, for the memories whose snapshot is one matrix."""
   if case.config["aggregation"] == "none":
-    assert golden.error(state.matrix, case.outputs["final.w"]) < 2e-5
+    if case.config["memory"] in MATRIX_MEMORIES:
+      assert golden.error(state.matrix, case.outputs["final.w"]) < 2e-5
     return
   counts = case.outputs["num_cached"]
   np.testing.assert_array_equal(np.sum(state.index >= 0, axis=1), counts)
   for row, count in enumerate(counts):
-    cached = case.outputs["cache.w"][row, :count]
-    assert golden.error(state.memories[row, :count], cached) < 2e-5
+    if case.config["memory"] in (*MATRIX_MEMORIES, "deltanet", "rwkv7"):
+      cached = case.outputs["cache.w"][row, :count]
+      assert golden.error(state.memories[row, :count], cached) < 2e-5
     if case.config["aggregation"] in ("grm", "soup", "ssc"):
-      keys = case.outputs["cache.pooled_keys"][row, :count]
-      assert golden.error(state.keys[row, :count], keys) < 2e-5
+      if case.config["gate"] in ("context", "shared"):
+        keys = case.outputs["cache.pooled_keys"][row, :count]
+        assert golden.error(state.keys[row, :count], keys) < 2e-5
 
 
 @pytest.mark.parametrize(
@@ -149,13 +214,14 @@ def _check_state(case, state):
     case
     for case in CASES
     if case.config.get("segmentation") == "constant"
+    and case.config["memory"] in MATRIX_MEMORIES
     and not case.config["documents"]
     and not case.config["masked"]
   ],
   ids=lambda case: case.name,
 )
 def test_gates(case):
-  memory = _memory(case.config)
+  memory = _memory(case)
   inputs = jax.tree.map(_to_jax, case.inputs)
   inspect = jax.jit(lambda x: memory.inspect({}, None, _tokens(memory, x)))
   _, _, weights = inspect(inputs)
@@ -171,17 +237,12 @@ def test_gates(case):
 def test_streamed_token_by_token():
   """The same numbers when every token is a call of its own."""
   (case,) = golden.cases("linear_ssc_ind_C5_k2_T40")
-  memory = _memory(case.config)
+  memory = _memory(case)
   inputs = jax.tree.map(_to_jax, case.inputs)
   tokens = _tokens(memory, inputs)
   b, t, n, k = tokens.q.shape
   shape = HeadShape(n, k, tokens.v.shape[-1])
   state = memory.init_state({}, shape, b, max_length=t)
   step = jax.jit(lambda state, tokens: memory.scan({}, state, tokens))
-  outputs = []
-  for i in range(t):
-    token = jax.tree.map(lambda x, i=i: x[:, i : i + 1], tokens)
-    y, state = step(state, token)
-    outputs.append(y)
-  y = jnp.concatenate(outputs, axis=1)
+  y, _ = stream(step, state, tokens, [1])
   assert golden.error(y, case.outputs["y"]) < 2e-5

@@ -1,4 +1,3 @@
-import chex
 import hypothesis
 import jax
 import jax.numpy as jnp

@@ -41,7 +41,7 @@ def _parametrize(memories):
   )
 
 
-every_memory = _parametrize((*models.MEMORIES, *models.CACHED))
+every_memory = _parametrize((*models.MEMORIES, *models.OTHERS, *models.CACHED))
 selection = _parametrize(models.SELECTION)
 
 
@@ -143,7 +143,7 @@ def test_gradients_are_those_of_one_by_one(memory):
   assert_close(gradient(fresh, floats), gradient(one_by_one, floats), 1e-4)
 
 
-@pytest.mark.parametrize("memory", models.MEMORIES, ids=models.name)
+@_parametrize((*models.MEMORIES, *models.OTHERS))
 def test_scan_is_the_token_loop(memory):
   """The fast scan against the definition that needs only step and read."""
   fns = compiled(memory)

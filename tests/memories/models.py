@@ -17,11 +17,14 @@ from memcache_jax.caching import (
 )
 from memcache_jax.memories import (
   DecayedLinear,
+  GatedDelta,
   HeadShape,
   Linear,
   Memory,
   SlidingWindowLinear,
+  Titans,
 )
+from memcache_jax.ops.mlp_memory import MLP
 
 SHAPE = HeadShape(num_heads=2, key_dim=4, value_dim=3)
 SEGMENT = 5
@@ -79,16 +82,30 @@ LOGARITHMIC = (
   Cached(Saturating(), Logarithmic(2), MemorySoup()),
 )
 
-CACHED = LOGARITHMIC + tuple(
-  Cached(memory, Constant(SEGMENT), aggregate, write_mode)
-  for memory, aggregate, write_mode in itertools.product(
-    MEMORIES, AGGREGATORS, WRITE_MODES
+# Memories of the other families, bare and cached.
+OTHERS = (
+  GatedDelta(chunk_size=CHUNK),
+  Titans(inner_batch=4, architecture=MLP(depth=2, norm=False, residual=False)),
+)
+OTHERS_CACHED = (
+  Cached(OTHERS[0], Constant(SEGMENT), SparseSelective(2), "checkpoint"),
+  Cached(OTHERS[1], Constant(8), GatedResidual()),
+)
+
+CACHED = (
+  LOGARITHMIC
+  + OTHERS_CACHED
+  + tuple(
+    Cached(memory, Constant(SEGMENT), aggregate, write_mode)
+    for memory, aggregate, write_mode in itertools.product(
+      MEMORIES, AGGREGATORS, WRITE_MODES
+    )
   )
 )
 
 # Every memory, every aggregator and either write mode several times over: for
 # properties that are slow to compile.
-SELECTION = (*MEMORIES, *LOGARITHMIC) + tuple(
+SELECTION = (*MEMORIES, *OTHERS, *LOGARITHMIC, *OTHERS_CACHED) + tuple(
   Cached(memory, Constant(SEGMENT), aggregate, WRITE_MODES[(i + j) % 2])
   for (i, memory), (j, aggregate) in itertools.product(
     enumerate(MEMORIES), enumerate(AGGREGATORS)

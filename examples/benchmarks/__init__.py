@@ -1,0 +1,1 @@
+"""Timings of the layers, next to those of other packages."""

@@ -1,0 +1,186 @@
+"""Records of a run as Markdown, and the bars as met or missed."""
+
+from typing import NamedTuple
+
+BARE = "bare"
+RIVAL = "memory-caching"
+ROWS = ("library", "layer", "aggregate", "segment", "write_mode", "tokens")
+
+
+class Bar(NamedTuple):
+  """A ratio of CPU times that has to be reached.
+
+  Attributes:
+    text: what is promised, in words.
+    ratio: measured; None when a record is missing.
+    limit: the bar.
+    at_least: whether the ratio must not be below the limit, or not above.
+  """
+
+  text: str
+  ratio: float | None
+  limit: float
+  at_least: bool
+
+  def verdict(self) -> str:
+    if self.ratio is None:
+      return "not measured"
+    above = self.ratio >= self.limit
+    return "met" if above == self.at_least else "missed"
+
+
+class Times:
+  """CPU times in milliseconds, by case and mode."""
+
+  def __init__(self, records: list[dict]):
+    self.records = [record for record in records if "mode" in record]
+    self._by_case = {_case(r) + (r["mode"],): r for r in self.records}
+
+  def find(self, record: dict, mode: str, **changes) -> dict | None:
+    """The record of a similar case."""
+    return self._by_case.get(_case(record | changes) + (mode,))
+
+  def ratio(self, above: dict | None, below: dict | None) -> float | None:
+    if above is None or below is None:
+      return None
+    return above["cpu_ms"] / below["cpu_ms"]
+
+  def over_plain(self, record: dict | None) -> float | None:
+    """Our time over that of our own layer without a cache."""
+    if record is None or record["library"] != "memcache_jax":
+      return None
+    plain = self.find(
+      record,
+      record["mode"],
+      aggregate="none",
+      segment=0,
+      write_mode="independent",
+    )
+    return self.ratio(record, plain)
+
+  def speedup(self, record: dict | None) -> float | None:
+    """Time of memory-caching over ours, for the same function."""
+    if record is None or record["library"] != "memcache_jax":
+      return None
+    # Its write mode changes nothing of what it does per token, and is timed
+    # once; it has no counterpart of the full layer.
+    theirs = self.find(
+      record, record["mode"], library=RIVAL, write_mode="independent"
+    )
+    return self.ratio(theirs, record)
+
+
+def bars(records: list[dict]) -> list[Bar]:
+  """The bars of the layer: GRM over linear memory, segment 64, longest."""
+  times = Times(records)
+  tokens = max((r["tokens"] for r in times.records), default=0)
+  ours = {
+    "library": "memcache_jax",
+    "layer": BARE,
+    "aggregate": "grm",
+    "segment": 64,
+    "write_mode": "independent",
+    "tokens": tokens,
+  }
+  found = []
+  for mode, limit in (("forward", 30.0), ("forward_backward", 50.0)):
+    record = times.find(ours, mode)
+    name = mode.replace("_", " + ")
+    found += [
+      Bar(
+        f"{name}, {tokens} tokens: faster than memory-caching",
+        times.speedup(record),
+        limit,
+        True,
+      ),
+      Bar(
+        f"{name}, {tokens} tokens: time over our plain linear attention",
+        times.over_plain(record),
+        5.0,
+        False,
+      ),
+    ]
+  return found
+
+
+def bars_table(bars: list[Bar]) -> str:
+  lines = [
+    "| bar (GRM, segment 64) | limit | measured | |",
+    "|---|---|---|---|",
+  ]
+  for bar in bars:
+    sign = "at least" if bar.at_least else "at most"
+    measured = "" if bar.ratio is None else f"{bar.ratio:.1f}x"
+    lines.append(
+      f"| {bar.text} | {sign} {bar.limit:g}x | {measured} | {bar.verdict()} |"
+    )
+  return "\n".join(lines)
+
+
+def layer_table(records: list[dict], layer: str) -> str:
+  """One row per case of a kind of layer; CPU times."""
+  times = Times(records)
+  compared = ["over plain"]
+  if layer == BARE:
+    compared.append(f"{RIVAL} / ours")
+  head = ["tokens", "layer", "forward ms", *compared]
+  head += ["forward + backward ms", *compared, "memory MiB", "first call s"]
+  lines = [_row(head), _row(["---"] * len(head))]
+  for forward in times.records:
+    if forward["mode"] != "forward" or forward["layer"] != layer:
+      continue
+    both = times.find(forward, "forward_backward")
+    cells = [str(forward["tokens"]), _name(forward)]
+    for record in (forward, both):
+      ratios = [times.over_plain(record), times.speedup(record)]
+      cells += [_number(record, "cpu_ms")]
+      cells += map(_times, ratios[: len(compared)])
+    cells += [_number(both, "peak_mib"), _number(both, "first_call_s")]
+    lines.append(_row(cells))
+  return "\n".join(lines)
+
+
+def agreement_table(records: list[dict]) -> str:
+  lines = [
+    "| caching | write mode | outputs | gradients |",
+    "|---|---|---|---|",
+  ]
+  for record in records:
+    if record.get("record") == "agreement":
+      lines.append(
+        f"| {record['aggregate']} | {record['write_mode']} "
+        f"| {record['value']:.1e} | {record['gradient']:.1e} |"
+      )
+  return "\n".join(lines)
+
+
+def _row(cells: list[str]) -> str:
+  return f"| {' | '.join(cells)} |"
+
+
+def _case(record: dict) -> tuple:
+  return tuple(record[name] for name in ROWS)
+
+
+def _name(record: dict) -> str:
+  words = []
+  if record["library"] != "memcache_jax":
+    words.append(f"{record['library']} {record['version']}:")
+  if record["aggregate"] == "none":
+    words.append("linear" if "titans" not in record["library"] else "MLP")
+  else:
+    words.append(f"linear, {record['aggregate']}, segment {record['segment']}")
+  if record["write_mode"] != "independent":
+    words.append(f"({record['write_mode']})")
+  return " ".join(words)
+
+
+def _number(record: dict | None, name: str) -> str:
+  value = None if record is None else record[name]
+  if value is None:
+    return ""
+  return f"{value:.1f}" if value < 100 else f"{value:.0f}"
+
+
+def _times(value: float | None) -> str:
+  return "" if value is None else f"{value:.1f}x"

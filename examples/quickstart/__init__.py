@@ -1,0 +1,1 @@
+"""Trains a small byte-level memory-cached language model in five minutes."""

@@ -1,0 +1,281 @@
+"""Memories composed of four answers: the view of Miras.
+
+Miras (arXiv 2504.13173) describes a memory by its architecture, by its
+attentional bias (what it minimises at each token), by its retention (what it
+keeps of the past) and by its inner optimiser. `Miras` is that composition;
+the named models in `_deep.py` are `Miras` with other defaults.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+
+from memcache_jax.array_typing import (
+  Array,
+  Float,
+  Gates,
+  Params,
+  PRNGKeyArray,
+  State,
+)
+from memcache_jax.memories._base import (
+  Gate,
+  HeadShape,
+  Memory,
+  Tokens,
+  check_tokens,
+)
+from memcache_jax.memories._miras_parts import (
+  Optimizer,
+  PolynomialFeatures,
+  Retention,
+)
+from memcache_jax.ops import _checks
+from memcache_jax.ops._dispatch import Implementation
+from memcache_jax.ops.mlp_memory import (
+  L2,
+  MLP,
+  Architecture,
+  Closing,
+  EntropyClosing,
+  InnerLoss,
+  Mix,
+  MLPMemoryState,
+  apply_architecture,
+  init_state,
+  make_rule,
+  mlp_memory,
+)
+
+
+@dataclass(frozen=True)
+class Miras(Memory):
+  r"""A network that is trained, by gradient descent, on what it reads.
+
+  .. math::
+    S_t = \mu_t S_{t-1} - \sum_{o=0}^{w-1} \eta_{t,o}
+      \nabla \ell(M_{\theta_*}(k_{t-o}), v_{t-o}), \qquad
+    \theta_t = a_t \theta_{t-1} + S_t, \qquad y_t = M_{\theta_t}(q_t)
+
+  The inner gradients of all tokens of an inner batch are taken at the same
+  weights theta_*, those at its start. Initial weights are learned; they must
+  not be zero in a deep memory, which could then never move.
+
+  Attributes:
+    architecture: the network M.
+    loss: the inner loss l, the attentional bias.
+    retention: what is kept.
+    optimizer: how steps are taken.
+    inner_batch: tokens whose gradients are taken at the same weights. It
+      defines the model; 1 is the exact online rule.
+    window: tokens written at each step (the Omega rule).
+    step_scale: largest total step of an inner batch: the gate "step" is in
+      (0, step_scale / inner_batch).
+    init_std: of the initial weights; None for 1/sqrt(fan in).
+    features: maps keys and queries before the network sees them.
+    implementation: of the op, None for the fastest.
+
+  Example:
+    >>> from memcache_jax.memories import Miras, Optimizer, Retention
+    >>> from memcache_jax.ops.mlp_memory import Huber, MLP
+    >>> memory = Miras(
+    ...   MLP(depth=3), Huber(), Retention(norm=4.0), Optimizer(momentum=True)
+    ... )
+    >>> sorted(memory.gates())
+    ['log_decay', 'momentum', 'step', 'threshold']
+  """
+
+  architecture: Architecture = MLP()
+  loss: InnerLoss = L2()
+  retention: Retention = Retention()
+  optimizer: Optimizer = Optimizer()
+  inner_batch: int = 16
+  window: int = 1
+  step_scale: float = 1.0
+  init_std: float | None = None
+  features: PolynomialFeatures | None = None
+  implementation: Implementation | None = None
+
+  def __post_init__(self):
+    _checks.check_positive(inner_batch=self.inner_batch, window=self.window)
+    special = type(self.retention.closing) is not Closing
+    if self.optimizer.muon and special:
+      raise ValueError(
+        "`optimizer` with muon needs a `retention` without norm and entropy."
+      )
+    if self.optimizer.restart != "none" and (
+      self.retention.decay or self.window > 1
+    ):
+      raise ValueError(
+        "`optimizer` with restart needs Retention(decay=False) and window=1: "
+        f"got decay={self.retention.decay}, window={self.window}."
+      )
+
+  @property
+  def _closing(self) -> Closing:
+    return self.optimizer.muon or self.retention.closing
+
+  @property
+  def _has_momentum(self) -> bool:
+    return self.optimizer.momentum or self.optimizer.muon is not None
+
+  def gates(self) -> Mapping[str, Gate]:
+    restart = self.optimizer.restart
+    if restart == "pairs":
+      return {"coef": Gate("linear", width=self.inner_batch)}
+    if restart == "rows":
+      gates = {"step": Gate("sigmoid", scale=self.step_scale)}
+    else:
+      width = self.window if self.window > 1 else None
+      scale = self.step_scale / self.inner_batch
+      gates = {"step": Gate("sigmoid", width=width, scale=scale)}
+    if self.retention.decay:
+      gates["log_decay"] = Gate("log_decay")
+    if self.optimizer.momentum:
+      gates["momentum"] = Gate("sigmoid")
+    for name, largest in self.loss.gates().items():
+      gates[name] = Gate("sigmoid", scale=largest)
+    return gates
+
+  def init_params(self, key: PRNGKeyArray, shape: HeadShape) -> Params:
+    n, k, v = shape
+    if self.features is not None:
+      k = self.features.width(k)
+    params = self.architecture.init_params(key, n, k, v, self.init_std)
+    if self.features is not None:
+      params["features"] = self.features.init_params(n)
+    if self.optimizer.restart == "rows":
+      params["row_bias"] = jnp.zeros((n, self.inner_batch), jnp.float32)
+    return params
+
+  def init_state(
+    self,
+    params: Params,
+    shape: HeadShape,
+    batch: int,
+    *,
+    max_length: int | None = None,
+  ) -> MLPMemoryState:
+    del max_length
+    n, k, v = shape
+    if self.features is not None:
+      k = self.features.width(k)
+    rule = make_rule(
+      self.architecture,
+      self.loss,
+      self._closing,
+      self.inner_batch,
+      window=self.window,
+      has_momentum=self._has_momentum,
+      restart=self.optimizer.restart,
+    )
+    return init_state(
+      rule,
+      self._network_params(params),
+      jnp.zeros((batch, 0, n, k), jnp.float32),
+      jnp.zeros((batch, 0, n, v), jnp.float32),
+    )
+
+  def step(
+    self,
+    params: Params,
+    state: State,
+    k: Float[Array, "b n k"],
+    v: Float[Array, "b n v"],
+    gates: Gates,
+  ) -> MLPMemoryState:
+    gates = {name: gate[:, None] for name, gate in gates.items()}
+    k, v = k[:, None], v[:, None]
+    return self.scan(params, state, Tokens(k, k, v, gates))[1]
+
+  def snapshot(self, state: State) -> Params:
+    """The weights as they are read.
+
+    At the end of an inner batch these are the weights that the next batch
+    starts with, which with a norm, entropy or Muon are not those that its
+    last token read.
+    """
+    scale = self._closing.scale(state.start)
+    if scale is None:
+      return state.theta
+    return {
+      name: scale[name].reshape(scale[name].shape + (1,) * (x.ndim - 2)) * x
+      for name, x in state.theta.items()
+    }
+
+  def read(
+    self, params: Params, memory: State, q: Float[Array, "b t n k"]
+  ) -> Float[Array, "b t n v"]:
+    return apply_architecture(
+      self.architecture, params, memory, self._map(params, q)
+    )
+
+  def scan(
+    self, params: Params, state: State | None, tokens: Tokens
+  ) -> tuple[Float[Array, "b t n v"], MLPMemoryState]:
+    return self._scan(params, state, tokens, None)
+
+  def scan_soup(
+    self,
+    params: Params,
+    state: State | None,
+    tokens: Tokens,
+    memories: State,
+    weights: Float[Array, "b t n s"],
+    own_weight: Float[Array, "b t n"],
+  ) -> tuple[Float[Array, "b t n v"], MLPMemoryState]:
+    """See `Memory.scan_soup`; mixes map by map, never a token's parameters."""
+    return self._scan(params, state, tokens, Mix(memories, weights, own_weight))
+
+  def _scan(self, params, state, tokens, mix):
+    check_tokens(self, tokens)
+    gates = tokens.gates
+    step, row_scale = gates.get("step"), None
+    if step is not None and step.ndim == 3:
+      step = step[..., None]
+    if self.optimizer.restart == "rows":
+      row = jnp.arange(1, self.inner_batch + 1, dtype=jnp.float32)[None]
+      bias = params["row_bias"].astype(jnp.float32)
+      row_scale = jnp.maximum(1 / row + bias, 0) / tokens.k.shape[-1]
+    momentum = gates.get("momentum")
+    if momentum is None and self._has_momentum:
+      momentum = jnp.ones(tokens.q.shape[:3], jnp.float32)
+    return mlp_memory(
+      self._map(params, tokens.q),
+      self._map(params, tokens.k),
+      tokens.v,
+      self._network_params(params),
+      architecture=self.architecture,
+      loss=self.loss,
+      inner_batch=self.inner_batch,
+      step=step,
+      coef=gates.get("coef"),
+      row_scale=row_scale,
+      log_decay=gates.get("log_decay"),
+      momentum=momentum,
+      loss_gates={name: gates[name] for name in self.loss.gates()},
+      closing=self._closing,
+      mix=mix,
+      state=state,
+      mask=tokens.mask,
+      starts=tokens.starts,
+      max_unaligned_starts=tokens.max_unaligned_starts,
+      implementation=self.implementation,
+    )
+
+  def _map(self, params, x):
+    if self.features is None:
+      return x
+    return self.features(params["features"], x)
+
+  def _network_params(self, params):
+    """The initial network out of the learned parameters."""
+    params = {
+      name: x
+      for name, x in params.items()
+      if name not in ("features", "row_bias")
+    }
+    if isinstance(self._closing, EntropyClosing):
+      return self._closing.positive(params)
+    return params

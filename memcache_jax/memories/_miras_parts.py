@@ -1,0 +1,121 @@
+"""The answers that compose a memory, besides its network and inner loss."""
+
+import math
+from dataclasses import dataclass
+from itertools import combinations_with_replacement
+from typing import Literal
+
+import jax.numpy as jnp
+
+from memcache_jax.array_typing import Array, Float
+from memcache_jax.ops import _checks
+from memcache_jax.ops.mlp_memory import (
+  Closing,
+  EntropyClosing,
+  MuonClosing,
+  NormClosing,
+)
+
+
+@dataclass(frozen=True)
+class Retention:
+  """What a memory keeps of its past.
+
+  Attributes:
+    decay: multiplies the weights by the gate "log_decay" at every token;
+      False keeps everything.
+    norm: the weights read are ``A / |A|_q^{q-2}`` for this q, and A is what is
+      stored (Moneta); None reads what is stored.
+    entropy: weights stay positive with a constant sum; at the end of every
+      inner batch the step is taken in their logarithms (Memora).
+  """
+
+  decay: bool = True
+  norm: float | None = None
+  entropy: bool = False
+
+  def __post_init__(self):
+    if self.norm is not None and self.entropy:
+      raise ValueError("`norm` and `entropy` must not both be set.")
+    if self.norm is not None and self.norm < 2:
+      raise ValueError(f"`norm` must be at least 2: got {self.norm}.")
+
+  @property
+  def closing(self) -> Closing:
+    if self.entropy:
+      return EntropyClosing()
+    return Closing() if self.norm is None else NormClosing(self.norm)
+
+
+@dataclass(frozen=True)
+class Optimizer:
+  """How a memory follows its inner gradients.
+
+  Attributes:
+    momentum: the gate "momentum" carries a running sum of steps.
+    muon: orthogonalise the momentum at the end of every inner batch; tokens
+      then read the weights from before their batch. None: plain steps.
+    restart: "none", or plain gradient descent from the start of the inner
+      batch with TTT's coefficients: "rows" takes the gate "step" of each
+      token, and ``max(1/r + learned bias_r, 0)`` at the r-th place over the
+      key width; "pairs" takes the gate "coef", a number for every pair.
+  """
+
+  momentum: bool = False
+  muon: MuonClosing | None = None
+  restart: Literal["none", "rows", "pairs"] = "none"
+
+  def __post_init__(self):
+    _checks.check_choice(restart=(self.restart, ("none", "rows", "pairs")))
+    if self.restart != "none" and (self.momentum or self.muon):
+      raise ValueError(
+        f"`restart` {self.restart!r} works without `momentum` and `muon`."
+      )
+
+
+@dataclass(frozen=True)
+class PolynomialFeatures:
+  """Monomials of keys and queries, each degree times a learned factor.
+
+  Atlas (arXiv 2505.23735), section 3.1; factors start at 1/degree!, the
+  series of exp. The constant is left out.
+
+  Attributes:
+    degree: the highest.
+    cross: products of different entries, too: k + k (k + 1) / 2 numbers for
+      degree 2. False: powers of each entry only.
+  """
+
+  degree: int = 2
+  cross: bool = False
+
+  def __post_init__(self):
+    _checks.check_positive(degree=self.degree)
+
+  def width(self, key_dim: int) -> int:
+    """Number of features of a key."""
+    degrees = range(1, self.degree + 1)
+    if not self.cross:
+      return self.degree * key_dim
+    return sum(math.comb(key_dim + i - 1, i) for i in degrees)
+
+  def init_params(self, num_heads: int) -> Float[Array, "n degree"]:
+    factors = [1 / math.factorial(i) for i in range(1, self.degree + 1)]
+    factors = jnp.asarray(factors, jnp.float32)
+    return jnp.broadcast_to(factors, (num_heads, self.degree))
+
+  def __call__(
+    self, factors: Float[Array, "n degree"], x: Float[Array, "b t n k"]
+  ) -> Float[Array, "b t n features"]:
+    x32, parts = x.astype(jnp.float32), []
+    for i in range(1, self.degree + 1):
+      if self.cross:
+        index = jnp.asarray(
+          list(combinations_with_replacement(range(x.shape[-1]), i))
+        )
+        monomials = jnp.prod(x32[..., index], axis=-1)
+      else:
+        monomials = x32**i
+      factor = factors[:, i - 1].astype(jnp.float32)
+      parts.append(factor[None, None, :, None] * monomials)
+    return jnp.concatenate(parts, axis=-1).astype(x.dtype)

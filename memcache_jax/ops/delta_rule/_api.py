@@ -1,0 +1,101 @@
+"""`delta_rule`: checks, masking and choice of implementation."""
+
+from memcache_jax import token_layout
+from memcache_jax.array_typing import Array, Bool, Float
+from memcache_jax.ops import _checks, _dispatch
+from memcache_jax.ops.delta_rule import _chunked, _chunks, _reference
+
+
+def delta_rule(
+  q: Float[Array, "b t n k"],
+  k: Float[Array, "b t n k"],
+  v: Float[Array, "b t n v"],
+  beta: Float[Array, "b t n"],
+  *,
+  log_decay: Float[Array, "b t n"] | None = None,
+  state: Float[Array, "b n k v"] | None = None,
+  initial: Float[Array, "n k v"] | None = None,
+  mask: Bool[Array, "b t"] | None = None,
+  starts: Bool[Array, "b t"] | None = None,
+  chunk_size: int = 64,
+  implementation: _dispatch.Implementation | None = None,
+) -> tuple[Float[Array, "b t n v"], Float[Array, "b n k v"]]:
+  r"""Delta rule: replaces what the memory returns for a key by a new value.
+
+  .. math::
+    S_t = a_t S_{t-1} + \beta_t k_t^T (v_t - a_t k_t S_{t-1}),
+    \qquad y_t = q_t S_t
+
+  Gated DeltaNet (arXiv 2412.06464), section 3.1, in row vectors; without
+  decay it is DeltaNet (arXiv 2406.06484), section 2.2. ``y_t`` is read after
+  token ``t`` was written.
+
+  The memory stays bounded while ``beta_t |k_t|^2 <= 2``.
+
+  Args:
+    q: queries; float32 or bfloat16, like k and v.
+    k: keys, best of unit length.
+    v: values.
+    beta: write strength, in [0, 1], or in [0, 2] to let the memory flip signs.
+    log_decay: logarithm of the decay ``a_t``, ``<= 0``; ``-inf`` forgets
+      everything. None: no decay.
+    state: what an earlier call returned. None: a new document.
+    initial: memory of a new document. None: zero.
+    mask: False for tokens that do not exist: no write, no decay; their y is 0.
+    starts: True at the first token of a document, at which the memory becomes
+      `initial`; ignored on masked tokens.
+    chunk_size: tokens computed in parallel, rounded up to a power of two;
+      changes speed only.
+    implementation: "reference" (token by token), "xla" (chunk-parallel) or
+      None for the fastest.
+
+  Returns:
+    y, in the dtype of v, and the memory after the last token, in float32.
+
+  Raises:
+    ValueError: when shapes or dtypes do not fit together.
+    NotImplementedError: when the chosen implementation does not exist.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> from memcache_jax.ops import delta_rule
+    >>> key = jnp.ones((1, 3, 1, 1))
+    >>> value = jnp.arange(3.0)[None, :, None, None]
+    >>> y, state = delta_rule(key, key, value, jnp.ones((1, 3, 1)))
+    >>> y[0, :, 0, 0].tolist()
+    [0.0, 1.0, 2.0]
+  """
+  _checks.check_shapes(
+    {
+      "q": (q, "b t n k"),
+      "k": (k, "b t n k"),
+      "v": (v, "b t n v"),
+      "beta": (beta, "b t n"),
+      "log_decay": (log_decay, "b t n"),
+      "state": (state, "b n k v"),
+      "initial": (initial, "n k v"),
+      "mask": (mask, "b t"),
+      "starts": (starts, "b t"),
+    }
+  )
+  _checks.check_floating(
+    q=q, k=k, v=v, beta=beta, log_decay=log_decay, state=state, initial=initial
+  )
+  _checks.check_same_dtype(q=q, k=k, v=v)
+  _checks.check_bool(mask=mask, starts=starts)
+  _checks.check_positive(chunk_size=chunk_size)
+  name = _dispatch.resolve("delta_rule", implementation)
+  if mask is not None:
+    # Whatever a masked token holds, even nan, must not reach a product. All
+    # zeros, it writes nothing, and it decays nothing.
+    q, k, v, beta, log_decay, starts = token_layout.zero_masked(
+      (q, k, v, beta, log_decay, starts), mask
+    )
+  state = _chunks.initial_state(q, v, state, initial)
+  if name == "reference":
+    return _reference.delta_rule(
+      q, k, v, beta, log_decay, state, initial, starts
+    )
+  return _chunked.delta_rule(
+    q, k, v, beta, log_decay, state, initial, starts, chunk_size
+  )

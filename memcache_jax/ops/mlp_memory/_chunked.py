@@ -1,0 +1,163 @@
+"""MLP memories by inner batches: matmuls inside, a scan across.
+
+Nothing as large as tokens x parameters is built, and a training step keeps
+the parameters at the start of inner batches only; see `_scan`.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from memcache_jax.array_typing import Array, Bool, Float, Params
+from memcache_jax.ops.mlp_memory import _grid
+from memcache_jax.ops.mlp_memory._block import Blocks, Carry, run_block
+from memcache_jax.ops.mlp_memory._grid import Inputs
+from memcache_jax.ops.mlp_memory._state import MLPMemoryState, Rule
+
+# Parameters kept for a backward pass of one call, beyond which blocks are
+# grouped. Changes speed and memory only.
+_MAX_KEPT_BYTES = 2**26
+
+
+def mlp_memory(
+  rule: Rule,
+  inputs: Inputs,
+  static: Params,
+  memories: Params | None,
+  initial: MLPMemoryState,
+  state: MLPMemoryState | None,
+  mask: Bool[Array, "b t"] | None,
+  starts: Bool[Array, "b t"] | None,
+  max_unaligned_starts: int | None,
+) -> tuple[Float[Array, "b t n v"], MLPMemoryState]:
+  """`mlp_memory`, one inner batch at a time; masked tokens are zeros."""
+  if memories is not None:
+    memories = {name: jnp.swapaxes(x, 1, 2) for name, x in memories.items()}
+  run = lambda carry, block: run_block(
+    rule, static, initial.theta, memories, carry, block
+  )
+  t = inputs.q.shape[1]
+  if t == 0:
+    return jnp.zeros_like(inputs.v), initial if state is None else state
+  if state is None and mask is None and starts is None:
+    return _fresh(rule, inputs, initial, run)
+  open_tokens = 0 if state is None else rule.inner_batch - 1
+  state = initial if state is None else state
+  if t == 1:
+    return _single(rule, inputs, state, mask, starts, run)
+  num_blocks = -(-(open_tokens + t) // rule.inner_batch)
+  if starts is not None:
+    if max_unaligned_starts is None:
+      max_unaligned_starts = _count_unaligned(rule, state, mask, starts)
+    # A start inside a block of the grid cuts it in two.
+    num_blocks += min(max_unaligned_starts, t)
+  return _aligned(rule, inputs, state, mask, starts, num_blocks, run)
+
+
+def _fresh(rule, inputs, state, run):
+  b, t, n, v = inputs.v.shape
+  count = t // rule.inner_batch
+  carry = Carry(state.theta, state.momentum, None, None)
+  reads = []
+  if count:
+    blocks = _grid.fresh(rule, inputs, 0, count)
+    carry, y = _scan(run, carry, blocks)
+    y = jnp.moveaxis(y, (0, 1, 2, 3), (1, 0, 3, 2))
+    reads.append(y.reshape(b, -1, n, v))
+  carry = carry._replace(start=carry.theta, decay=state.decay)
+  if t % rule.inner_batch:
+    rest = _grid.fresh(rule, inputs, count * rule.inner_batch, 0)
+    carry, y = run(carry, jax.tree.map(lambda x: x[0], rest))
+    reads.append(jnp.swapaxes(y, 1, 2))
+  y = reads[0] if len(reads) == 1 else jnp.concatenate(reads, axis=1)
+  tail = _grid.fresh_tail(rule, inputs)
+  return y.astype(inputs.v.dtype), _state(carry, tail, state.position + t)
+
+
+def _single(rule, inputs, state, mask, starts, run):
+  block, tail, position = _grid.single(rule, inputs, state, mask, starts)
+  carry, y = run(_carry(state), block)
+  y = jnp.swapaxes(y, 1, 2)
+  if mask is not None:
+    y = jnp.where(mask[..., None, None], y, 0.0)
+  return y.astype(inputs.v.dtype), _state(carry, tail, position)
+
+
+def _aligned(rule, inputs, state, mask, starts, num_blocks, run):
+  b, t = inputs.q.shape[:2]
+  mask = jnp.ones((b, t), bool) if mask is None else mask
+  starts = jnp.zeros((b, t), bool) if starts is None else starts
+  plan = _grid.aligned(rule, inputs, state, mask, starts, num_blocks)
+  carry, y = _scan(run, _carry(state), plan.blocks)
+  y = jnp.moveaxis(y, (0, 1, 2, 3), (1, 0, 3, 2))
+  y = y.reshape(b, -1, *y.shape[3:])
+  row = jnp.arange(b)[:, None]
+  y = jnp.where(mask[..., None, None], y[row, plan.target], 0.0)
+  state = _state(carry, plan.tail, plan.position)
+
+  def spoil(x):  # rows for which there was no room
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+      return x
+    bad = plan.overflow.reshape((-1,) + (1,) * (x.ndim - 1))
+    return jnp.where(bad, jnp.nan, x)
+
+  y, state = jax.tree.map(spoil, (y, state))
+  return y.astype(inputs.v.dtype), state
+
+
+def _carry(state):
+  return Carry(state.theta, state.momentum, state.start, state.decay)
+
+
+def _state(carry, tail, position):
+  return MLPMemoryState(
+    carry.theta, carry.start, carry.momentum, carry.decay, tail, position
+  )
+
+
+def _scan(run, carry: Carry, blocks: Blocks):
+  """Scans over blocks; a backward pass runs every block forward again.
+
+  It keeps the parameters at the start of every block, and nothing else per
+  block. Where even that is much, only those at the start of groups of blocks
+  (and, in turn, of the blocks of one group) are kept: about 2 sqrt(g) sets for
+  g blocks, for one more forward pass.
+  """
+  run = jax.checkpoint(run)
+  count = blocks.q.shape[0]
+  group = _group_size(count)
+  kept = count * sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(carry))
+  if kept <= _MAX_KEPT_BYTES or group == 1:
+    return jax.lax.scan(run, carry, blocks)
+  blocks = jax.tree.map(
+    lambda x: x.reshape(count // group, group, *x.shape[1:]), blocks
+  )
+
+  @jax.checkpoint
+  def run_group(carry, group):
+    return jax.lax.scan(run, carry, group)
+
+  carry, y = jax.lax.scan(run_group, carry, blocks)
+  return carry, y.reshape(count, *y.shape[2:])
+
+
+def _group_size(count: int) -> int:
+  """The divisor of the number of blocks nearest below its square root."""
+  return max(d for d in range(1, int(count**0.5) + 1) if count % d == 0)
+
+
+def _count_unaligned(rule, state, mask, starts):
+  arrays = (starts, mask, state.position)
+  if any(isinstance(x, Tracer) for x in arrays):
+    raise ValueError(
+      "`max_unaligned_starts` must be given with `starts` under jax.jit, "
+      "where starts cannot be counted: got None. It is the largest number of "
+      "documents per row that begin inside an inner batch "
+      f"(inner_batch={rule.inner_batch}); 0 if all begin on its borders."
+    )
+  starts = np.asarray(starts)
+  mask = np.ones_like(starts) if mask is None else np.asarray(mask)
+  place = np.cumsum(mask, axis=1) - 1 + np.asarray(state.position)[:, None]
+  unaligned = starts & mask & (place % rule.inner_batch != 0)
+  return int(unaligned.sum(axis=1).max(initial=0))

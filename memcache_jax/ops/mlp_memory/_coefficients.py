@@ -1,0 +1,171 @@
+"""The scalars of an inner batch: how much of what each of its rows reads.
+
+With all gradients G_i of a batch taken at its start, the recurrences
+
+  S_r = m_r S_{r-1} - sum_i E[r, i] G_i,      theta_r = a_r theta_{r-1} + S_r
+
+unroll to theta_r = A_r theta_0 + B_r S_0 - sum_i C[r, i] G_i. A, B and C obey
+the same two recurrences, so they are run row by row, for all batches at once:
+products only, hence exact for decays and momenta of 0, with the right gradient.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from memcache_jax.array_typing import Array, Bool, Float
+
+
+class Coefficients(NamedTuple):
+  """Rows c read columns e; after the last token rows repeat.
+
+  Attributes:
+    decay: A, of the weights before; None for 1.
+    carry: B, of the momentum before; None for 0.
+    write: C, of the gradients; None when reads do not see their own batch.
+    momentum_decay: of the momentum before, in the momentum after.
+    momentum_write: of the gradients, in the momentum after.
+  """
+
+  decay: Float[Array, "*rows c"] | None
+  carry: Float[Array, "*rows c"] | None
+  write: Float[Array, "*rows c e"] | None
+  momentum_decay: Float[Array, "*rows"] | None
+  momentum_write: Float[Array, "*rows e"] | None
+
+
+def band(
+  step: Float[Array, "*rows c w"], ages: Float[Array, "*#rows c"] | None
+) -> Float[Array, "*rows c e"]:
+  """E: token i is written at the steps i, ..., i + w - 1.
+
+  The w - 1 tokens before the batch are the first columns. A window does not
+  reach over a document start: `ages` counts the document's earlier tokens.
+  """
+  c, window = step.shape[-2:]
+  eye = jnp.eye(c, dtype=jnp.float32)
+  eye = eye.reshape((1,) * (step.ndim - 2) + eye.shape)
+  rows = jnp.zeros((), jnp.float32)
+  for offset in range(window):
+    weight = step[..., offset]
+    if ages is not None:
+      weight = jnp.where(ages >= offset, weight, 0.0)
+    pad = [(0, 0)] * (step.ndim - 1) + [(window - 1 - offset, offset)]
+    rows = rows + jnp.pad(eye * weight[..., None], pad)
+  return rows
+
+
+def recur(
+  rows: Float[Array, "*rows c e"],
+  decay: Float[Array, "*rows c"] | None,
+  momentum: Float[Array, "*rows c"] | None,
+  valid: Bool[Array, "*#rows c"] | None,
+) -> Coefficients:
+  """Runs the two recurrences of the module's top.
+
+  Args:
+    rows: E.
+    decay: a, in [0, 1]; None for 1.
+    momentum: m, in [0, 1]; None for 0.
+    valid: rows that exist, None for all; others change nothing.
+  """
+  ones = jnp.ones(rows.shape[:-2], jnp.float32)
+  zeros = jnp.zeros_like(rows[..., 0, :])
+  has_momentum = momentum is not None
+  first = Coefficients(
+    decay=None if decay is None else ones,
+    carry=jnp.zeros_like(ones) if has_momentum else None,
+    write=zeros,
+    momentum_decay=ones if has_momentum else None,
+    momentum_write=zeros if has_momentum else None,
+  )
+
+  def step(old, inputs):
+    row, a, m, keep = inputs
+    forget = lambda a, x: x if a is None else _outer(a, x) * x
+    new = Coefficients(
+      decay=None if a is None else a * old.decay,
+      carry=None,
+      write=forget(a, old.write) + row,
+      momentum_decay=None,
+      momentum_write=None,
+    )
+    if m is not None:
+      momentum_decay = m * old.momentum_decay
+      written = forget(m, old.momentum_write) + row
+      new = new._replace(
+        carry=forget(a, old.carry) + momentum_decay,
+        write=forget(a, old.write) + written,
+        momentum_decay=momentum_decay,
+        momentum_write=written,
+      )
+    if keep is not None:
+      new = jax.tree.map(lambda x, y: _where(keep, x, y), new, old)
+    return new, (new.decay, new.carry, new.write)
+
+  front = lambda x, axis: None if x is None else jnp.moveaxis(x, axis, 0)
+  inputs = (
+    front(rows, -2),
+    front(decay, -1),
+    front(momentum, -1),
+    front(valid, -1),
+  )
+  last, (decay, carry, write) = jax.lax.scan(step, first, inputs)
+  back = lambda x, axis: None if x is None else jnp.moveaxis(x, 0, axis)
+  return last._replace(
+    decay=back(decay, -1), carry=back(carry, -1), write=back(write, -2)
+  )
+
+
+def without_reads(
+  step: Float[Array, "*rows c w"],
+  decay: Float[Array, "*rows c"] | None,
+  momentum: Float[Array, "*rows c"],
+  valid: Bool[Array, "*#rows c"] | None,
+  ages: Float[Array, "*#rows c"] | None,
+) -> Coefficients:
+  """The coefficients where reads do not see their own batch: no matrices."""
+  if valid is not None:
+    momentum = jnp.where(valid, momentum, 1.0)
+    step = jnp.where(valid[..., None], step, 0.0)
+    decay = None if decay is None else jnp.where(valid, decay, 1.0)
+  axis, window = momentum.ndim - 1, step.shape[-1]
+  after = jax.lax.cumprod(momentum, axis=axis, reverse=True)
+  # A token's own momentum multiplies what came before it only.
+  own = jnp.concatenate([after[..., 1:], jnp.ones_like(after[..., :1])], -1)
+  written = jnp.zeros((), jnp.float32)
+  for offset in range(window):
+    weight = own * step[..., offset]
+    if ages is not None:
+      weight = jnp.where(ages >= offset, weight, 0.0)
+    pad = [(0, 0)] * axis + [(window - 1 - offset, offset)]
+    written = written + jnp.pad(weight, pad)
+  if decay is not None:
+    decay = jax.lax.cumprod(decay, axis=axis)
+  return Coefficients(decay, None, None, after[..., 0], written)
+
+
+def pairwise(
+  coef: Float[Array, "*rows c e"], valid: Bool[Array, "*#rows c"] | None
+) -> Coefficients:
+  """Coefficients given for every pair: no recurrence, no decay."""
+  c, e = coef.shape[-2:]
+  causal = jnp.tril(jnp.ones((c, e), bool))
+  causal = causal.reshape((1,) * (coef.ndim - 2) + causal.shape)
+  write = jnp.where(causal, coef, 0.0)
+  if valid is not None:  # rows after the last token repeat
+    index = jnp.arange(c, dtype=jnp.int32)
+    index = index.reshape((1,) * (valid.ndim - 1) + index.shape)
+    last = jax.lax.cummax(jnp.where(valid, index, 0), axis=valid.ndim - 1)
+    last = jnp.broadcast_to(last, write.shape[:-1])
+    write = jnp.take_along_axis(write, last[..., None], axis=-2)
+  return Coefficients(None, None, write, None, None)
+
+
+def _outer(scalar, like):
+  return scalar.reshape(scalar.shape + (1,) * (like.ndim - scalar.ndim))
+
+
+def _where(keep, new, old):
+  return jnp.where(_outer(keep, new), new, old)

@@ -1,0 +1,150 @@
+"""The benchmarks refuse to time a wrong op, and write what they should."""
+
+import json
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from examples.benchmarks import (
+  cases,
+  check,
+  compile_time,
+  layer,
+  layers,
+  measure,
+  ours,
+  readme,
+  report,
+)
+from memcache_jax.ops.linear_attention import _chunked
+
+FEW = measure.Limits(calls=3, seconds=1.0, least=2)
+PLAIN = cases.Case(tokens=16)
+RIGHT = _chunked.linear_attention
+
+
+def wrong_value(*args):
+  y, state = RIGHT(*args)
+  return 1.001 * y, state
+
+
+def wrong_gradient(q, k, *args):
+  return RIGHT(q, jax.lax.stop_gradient(k), *args)
+
+
+def nan_in_one_place(*args):
+  y, state = RIGHT(*args)
+  return y.at[0, 3, 0, 0].set(jnp.nan), state
+
+
+@pytest.mark.parametrize("op", [wrong_value, wrong_gradient, nan_in_one_place])
+def test_a_wrong_op_is_not_timed(op, monkeypatch, capsys):
+  monkeypatch.setattr(_chunked, "linear_attention", op)
+  monkeypatch.setattr(measure, "repeat", lambda *_: pytest.fail("timed"))
+  with pytest.raises(check.WrongResultError, match="Not timed") as error:
+    ours.run(PLAIN, FEW)
+  assert error.value.code not in (0, None)
+  assert capsys.readouterr().out == ""
+
+
+def test_a_right_op_is_timed(capsys):
+  ours.run(PLAIN, FEW)
+  records = [json.loads(x) for x in capsys.readouterr().out.splitlines()]
+  assert [record["mode"] for record in records] == list(cases.MODES)
+  for record in records:
+    assert record["tokens"] == 16
+    assert record["check"] <= check.LIMIT
+    assert 0 < record["cpu_ms_least"] <= record["cpu_ms"]
+    assert record["first_call_s"] > 0
+    assert 2 <= record["calls"] <= 3
+
+
+@pytest.mark.parametrize("kind", ["bare", "mixer"])
+def test_the_definition_agrees_with_a_cached_layer(kind):
+  case = cases.Case(layer=kind, aggregate="ssc", segment=4, tokens=14)
+  ours = layers.build(case)
+  definition = layers.build(case, implementation="reference")
+  x = jax.random.normal(jax.random.key(0), (1, 14, cases.DIM))
+  y = ours.apply(ours.params, x, None)[0]
+  by_token = check.by_token(definition, ours.params, x)
+  assert check.worst_error(y, by_token) <= check.LIMIT
+
+
+def test_errors_are_relative_and_the_worst_counts():
+  want = {"a": jnp.array([3.0, 4.0]), "b": jnp.ones((2, 2))}
+  got = {"a": jnp.array([3.0, 4.5]), "b": jnp.ones((2, 2))}
+  assert check.worst_error(got, want) == pytest.approx(0.1)
+  check.require_right({"value": 0.5 * check.LIMIT})
+  with pytest.raises(check.WrongResultError):
+    check.require_right({"value": 0.0, "gradient": float("nan")})
+
+
+def test_a_run_writes_its_results(tmp_path, monkeypatch, capsys):
+  monkeypatch.setattr(cases, "layer_cases", lambda lengths: [PLAIN])
+  out = tmp_path / "layer.jsonl"
+  missing = tmp_path / "python"
+  flags = [f"--rival-python={missing}", f"--jax-rival-python={missing}"]
+  layer.main([*flags, f"--out={out}", "--jobs=1"])
+  records = [json.loads(line) for line in out.read_text().splitlines()]
+  assert [record.get("record") for record in records] == ["machine", None, None]
+  assert {"commit", "cpu", "cores", "load", "versions"} <= set(records[0])
+  printed = capsys.readouterr()
+  assert "memory-caching is left out" in printed.err
+  assert "| 16 | linear |" in printed.out
+  assert "not measured" in printed.out
+
+
+def test_a_run_ends_when_a_case_fails(monkeypatch):
+  monkeypatch.setattr(
+    cases, "layer_cases", lambda lengths: [cases.Case(layer="none")]
+  )
+  with pytest.raises(SystemExit, match="must be bare or mixer"):
+    layer.main(["--rival-python=none", "--jax-rival-python=none"])
+
+
+def times(library="memcache_jax", aggregate="grm", segment=64, **cpu_ms):
+  case = cases.Case(library=library, aggregate=aggregate, segment=segment)
+  record = {**vars(case), "version": "1", "peak_mib": None, "first_call_s": 1}
+  return [record | {"mode": m, "cpu_ms": cpu_ms[m]} for m in cases.MODES]
+
+
+def test_bars_say_met_or_missed():
+  records = [
+    *times(forward=10.0, forward_backward=40.0),
+    *times(aggregate="none", segment=0, forward=4.0, forward_backward=5.0),
+    *times(library="memory-caching", forward=290.0, forward_backward=2e4),
+  ]
+  bars = report.bars(records)
+  assert [bar.ratio for bar in bars] == [29.0, 2.5, 500.0, 8.0]
+  assert [bar.verdict() for bar in bars] == ["missed", "met", "met", "missed"]
+  table = report.layer_table(records, "bare")
+  assert len(table.splitlines()) == 2 + 3
+  assert "29.0x" in table
+  assert {bar.verdict() for bar in report.bars([])} == {"not measured"}
+
+
+def test_compile_time_says_met_or_missed(monkeypatch):
+  monkeypatch.setattr(sys, "argv", ["compile_time"])
+  record = compile_time.compile_length(16, "residual", repeats=1)
+  assert record["compile_s"] > 0
+  slower = record | {"compile_s": 2 * record["compile_s"]}
+  machine = {"commit": "a", "cpu": "b", "cores": 2, "system": "c"}
+  machine |= {"python": "3", "versions": {}, "load": [0.1]}
+  text = compile_time.markdown([machine, record, slower])
+  assert "compile time 2.00x, bar below 1.5x: missed" in text
+  assert "program 1.00x, bar at most 1.3x: met" in text
+
+
+def test_tables_go_into_the_readme(tmp_path):
+  path = tmp_path / "README.md"
+  path.write_text("a\n<!-- layer -->\nold\n<!-- /layer -->\nb\n")
+  readme.replace("layer", "new", path)
+  assert path.read_text() == (
+    "a\n<!-- layer -->\n\nnew\n\n<!-- /layer -->\nb\n"
+  )
+  with pytest.raises(ValueError, match="once"):
+    readme.replace("other", "new", path)
+  for part in ("layer", "compile_time"):
+    assert f"<!-- {part} -->\n" in readme.README.read_text()
