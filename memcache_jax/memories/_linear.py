@@ -70,7 +70,7 @@ class _MatrixMemory(Memory):
     k: Float[Array, "b n k"],
     v: Float[Array, "b n v"],
     gates: Gates,
-  ) -> LinearAttentionState:
+  ) -> State:
     gates = {name: gate[:, None] for name, gate in gates.items()}
     k, v = k[:, None], v[:, None]
     return self.scan(params, state, Tokens(k, k, v, gates))[1]
