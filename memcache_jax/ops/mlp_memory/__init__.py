@@ -3,7 +3,6 @@
 from memcache_jax.ops.mlp_memory._api import mlp_memory
 from memcache_jax.ops.mlp_memory._architecture import (
   MLP,
-  Affine,
   Architecture,
   GatedMLP,
   apply_architecture,
@@ -27,7 +26,6 @@ from memcache_jax.ops.mlp_memory._state import (
 __all__ = [
   "L2",
   "MLP",
-  "Affine",
   "Architecture",
   "Closing",
   "Dot",
