@@ -33,9 +33,20 @@ def rms_norm(
   mean_square = jnp.mean(x32 * x32, axis=-1, keepdims=True)
   y = x32 * jax.lax.rsqrt(mean_square + eps)
   if scale is not None:
-    scale = scale.astype(jnp.float32)
-    y = y * scale.reshape((1,) * (y.ndim - scale.ndim) + scale.shape)
+    y = scale_axes(y, scale.astype(jnp.float32))
   return y.astype(x.dtype)
+
+
+def scale_axes(
+  x: Float[Array, "*axes"], scale: Float[Array, "..."]
+) -> Float[Array, "*axes"]:
+  """Multiplies the trailing axes of `x` by `scale`.
+
+  As an einsum, whose gradient for the scale is a matmul: on a CPU that takes a
+  fraction of the time of multiplying and summing.
+  """
+  rows = "abcdefgh"[: x.ndim - scale.ndim]
+  return jnp.einsum(f"{rows}...,...->{rows}...", x, scale, precision="highest")
 
 
 def decay_runs(

@@ -102,4 +102,8 @@ def _integer(text: str, low: int, high: int) -> int:
 def _not_empty(text: str) -> str:
   if not text:
     raise argparse.ArgumentTypeError("must not be empty")
+  try:
+    text.encode()
+  except UnicodeEncodeError:
+    raise argparse.ArgumentTypeError("must be text in UTF-8") from None
   return text

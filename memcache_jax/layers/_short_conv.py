@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from memcache_jax import token_layout
+from memcache_jax import numerics, token_layout
 from memcache_jax.array_typing import Array, Bool, DType, Float, Int
 from memcache_jax.layers._base import empty_like, to_front
 from memcache_jax.ops import _checks
@@ -120,7 +120,7 @@ class ShortConv(nnx.Module):
       x = inputs[:, first : first + t]
       if age is not None and offset > 0:
         x = token_layout.zero_masked(x, age >= offset)
-      y += x * kernel[offset][None, None]
+      y += numerics.scale_axes(x, kernel[offset])
     return y
 
   def _last(self, inputs, age, count):
