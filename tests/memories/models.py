@@ -60,6 +60,10 @@ MEMORIES = (
   Saturating(),
 )
 
+# One of each kind: these meet every aggregator in every write mode. (Without
+# decay, or with a constant one, the same op computes a part of what it can.)
+GRID = (MEMORIES[1], MEMORIES[3], MEMORIES[4])
+
 AGGREGATORS = (
   Residual(),
   GatedResidual(),
@@ -98,7 +102,7 @@ CACHED = (
   + tuple(
     Cached(memory, Constant(SEGMENT), aggregate, write_mode)
     for memory, aggregate, write_mode in itertools.product(
-      MEMORIES, AGGREGATORS, WRITE_MODES
+      GRID, AGGREGATORS, WRITE_MODES
     )
   )
 )
