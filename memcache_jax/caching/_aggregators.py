@@ -169,7 +169,7 @@ class GatedResidual(_Gated):
 
 @dataclass(frozen=True)
 class MemorySoup(_Gated):
-  r"""Averages the parameters of all memories with gates, and reads once.
+  r"""Mixes the parameters of all memories with gates, and reads once.
 
   .. math::
     W^*_{t,j} = \gamma_{t,s} W^{(s)}_{t,j} + \sum_{i<s} \gamma_{t,i} W^{(i)}_j,

@@ -104,8 +104,9 @@ class Cached(Memory):
       params: of the memory inside.
       shape: sizes of the heads.
       batch: rows.
-      max_length: tokens of one document that the cache must hold; the rest of
-        a longer document becomes nan. Must be given.
+      max_length: tokens of one document that the cache must hold; from the
+        first segment on that would need more room, a longer one becomes nan.
+        Must be given.
 
     Raises:
       ValueError: when `max_length` is missing or not positive.
@@ -188,6 +189,7 @@ class Cached(Memory):
     """
     check_tokens(self, tokens)
     _check_room(self, tokens)
+    _check_state(self, state)
     b, t = tokens.q.shape[:2]
     if t > 1:
       return _segment_scan.run(self, params, state, tokens)
@@ -200,6 +202,24 @@ class Cached(Memory):
     slots = state.index.shape[1]
     weights = jnp.zeros((b, 0, tokens.q.shape[2], slots + 1), jnp.float32)
     return jnp.zeros_like(tokens.v), state, weights
+
+
+def _check_state(cached: Cached, state: State | None) -> None:
+  """The state must be one of a cached memory with such segments."""
+  if state is None:
+    return
+  if not isinstance(state, CacheState):
+    raise ValueError(
+      "`state` must be what `init_state` or `scan` of a Cached memory "
+      f"returned: got {type(state).__name__}."
+    )
+  levels = cached.segments.levels(state.index.shape[1])
+  got = 0 if state.levels is None else state.levels.pools.shape[1]
+  if levels != got:
+    raise ValueError(
+      f"`state` must come from a memory with segments {cached.segments}, with "
+      f"{levels} writers of longer blocks: got {got}."
+    )
 
 
 def _check_room(cached: Cached, tokens: Tokens) -> None:

@@ -268,3 +268,9 @@ def check_tokens(memory: Memory, tokens: Tokens) -> None:
   _checks.check_floating(q=tokens.q, k=tokens.k, v=tokens.v, **tokens.gates)
   _checks.check_same_dtype(q=tokens.q, k=tokens.k, v=tokens.v)
   _checks.check_bool(mask=tokens.mask, starts=tokens.starts)
+  bound = tokens.max_unaligned_starts
+  if bound is not None and (not isinstance(bound, int) or bound < 0):
+    raise ValueError(
+      f"`max_unaligned_starts` must be None or an int of at least 0: "
+      f"got {bound!r}."
+    )

@@ -99,6 +99,21 @@ class Miras(Memory):
 
   def __post_init__(self):
     _checks.check_positive(inner_batch=self.inner_batch, window=self.window)
+    for name, kind in (
+      ("architecture", Architecture),
+      ("loss", InnerLoss),
+      ("retention", Retention),
+      ("optimizer", Optimizer),
+    ):
+      value = getattr(self, name)
+      if not isinstance(value, kind):
+        raise ValueError(
+          f"`{name}` must be an instance of {kind.__name__}: got {value!r}."
+        )
+    for name in ("step_scale", "init_std"):
+      value = getattr(self, name)
+      if value is not None and not value > 0:
+        raise ValueError(f"`{name}` must be positive: got {value!r}.")
     special = type(self.retention.closing) is not Closing
     if self.optimizer.muon and special:
       raise ValueError(

@@ -11,6 +11,7 @@ from memcache_jax.layers import Block, Projection, RMSNorm
 from memcache_jax.models._config import MixerSpec, ModelConfig
 from memcache_jax.models._embedding import Embedding
 from memcache_jax.models._tokens import check_token_ids
+from memcache_jax.ops import _checks
 
 
 class LanguageModel(nnx.Module):
@@ -118,6 +119,13 @@ class LanguageModel(nnx.Module):
     max_unaligned_starts: int | None = None,
   ) -> tuple[Float[Array, "b t d"], tuple[State, ...]]:
     """Like calling the model, but stops before the output layer."""
+    _checks.check_shapes(
+      {
+        "tokens": (tokens, "b t"),
+        "mask": (mask, "b t"),
+        "starts": (starts, "b t"),
+      }
+    )
     check_token_ids(tokens, self.config.vocab_size, mask)
     x = self.embedding(tokens, mask)
     flags = {

@@ -36,6 +36,11 @@ def check_token_ids(
     Traceback (most recent call last):
     ValueError: `tokens` must be ids from 0 to 255: got 300 at (0, 1).
   """
+  if mask is not None and mask.shape != tokens.shape:
+    raise ValueError(
+      f"`mask` must have the shape of `{name}`, {tokens.shape}: "
+      f"got {mask.shape}."
+    )
   if not jnp.issubdtype(tokens.dtype, jnp.integer):
     raise ValueError(
       f"`{name}` must be ids of an integer dtype: got {tokens.dtype}."

@@ -13,6 +13,7 @@ from memcache_jax.caching import (
   Cached,
   Constant,
   GatedResidual,
+  Logarithmic,
   MemorySoup,
   MovingAverage,
   Residual,
@@ -293,6 +294,19 @@ def test_wrong_arguments():
   _fails(
     lambda: cached.scan({}, None, replace(tokens, mask=tokens.mask[:, :-1])),
     "`mask` must have axes",
+  )
+  for bound in (-1, 1.5):
+    wrong = replace(tokens, max_unaligned_starts=bound)
+    _fails(
+      lambda wrong=wrong: cached.scan({}, None, wrong),
+      "`max_unaligned_starts` must be None or an int",
+    )
+  bare = Linear().init_state({}, SHAPE, 2)
+  _fails(lambda: cached.scan({}, bare, tokens), "`state` must be what")
+  merging = Cached(Linear(), Logarithmic(C))
+  other = merging.init_state({}, SHAPE, 2, max_length=T)
+  _fails(
+    lambda: cached.scan({}, other, tokens), "`state` must come from a memory"
   )
   unknown = replace(tokens, max_unaligned_starts=None)
   _fails(
