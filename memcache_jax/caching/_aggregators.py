@@ -176,7 +176,7 @@ class MemorySoup(_Gated):
     \qquad y_t = M(q_t; W^*_t)
 
   Memory Caching (arXiv 2602.24281), Eq. 14-15. Equal to `GatedResidual` where
-  reading is linear in the parameters.
+  reading is linear in the parameters. With gate "none" parameters add up.
 
   Attributes:
     gate: where relevance comes from; see the module.
