@@ -16,7 +16,9 @@ from memcache_jax.caching import (
   SparseSelective,
 )
 from memcache_jax.memories import (
+  RWKV7,
   DecayedLinear,
+  Delta,
   GatedDelta,
   HeadShape,
   Linear,
@@ -86,10 +88,12 @@ LOGARITHMIC = (
   Cached(Saturating(), Logarithmic(2), MemorySoup()),
 )
 
-# Memories of the other families, bare and cached.
+# Memories of the other families, bare and, the first two, cached.
 OTHERS = (
   GatedDelta(chunk_size=CHUNK),
   Titans(inner_batch=4, architecture=MLP(depth=2, norm=False, residual=False)),
+  RWKV7("learned", chunk_size=CHUNK),
+  Delta("learned", max_beta=2.0, chunk_size=CHUNK),
 )
 OTHERS_CACHED = (
   Cached(OTHERS[0], Constant(SEGMENT), SparseSelective(2), "checkpoint"),
@@ -108,8 +112,8 @@ CACHED = (
 )
 
 # Every memory, every aggregator and either write mode several times over: for
-# properties that are slow to compile.
-SELECTION = (*MEMORIES, *OTHERS, *LOGARITHMIC, *OTHERS_CACHED) + tuple(
+# properties that are slow to compile. (Delta is GatedDelta without the decay.)
+SELECTION = (*MEMORIES, *OTHERS[:-1], *LOGARITHMIC, *OTHERS_CACHED) + tuple(
   Cached(memory, Constant(SEGMENT), aggregate, WRITE_MODES[(i + j) % 2])
   for (i, memory), (j, aggregate) in itertools.product(
     enumerate(MEMORIES), enumerate(AGGREGATORS)
