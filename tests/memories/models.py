@@ -4,6 +4,7 @@ import itertools
 from dataclasses import dataclass
 
 import jax.numpy as jnp
+from flax import nnx
 
 from memcache_jax.caching import (
   Cached,
@@ -16,6 +17,7 @@ from memcache_jax.caching import (
   SparseSelective,
 )
 from memcache_jax.memories import (
+  Cell,
   DecayedLinear,
   GatedDelta,
   HeadShape,
@@ -90,6 +92,7 @@ LOGARITHMIC = (
 OTHERS = (
   GatedDelta(chunk_size=CHUNK),
   Titans(inner_batch=4, architecture=MLP(depth=2, norm=False, residual=False)),
+  Cell(nnx.OptimizedLSTMCell),
 )
 OTHERS_CACHED = (
   Cached(OTHERS[0], Constant(SEGMENT), SparseSelective(2), "checkpoint"),
