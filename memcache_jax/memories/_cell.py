@@ -125,7 +125,7 @@ class Cell(Memory):
     gates: Gates,
   ) -> CellState:
     del gates
-    shape = HeadShape(*k.shape[1:], v.shape[2])
+    shape = HeadShape(k.shape[1], k.shape[2], v.shape[2])
     inputs = jnp.concatenate([k, v], axis=-1).astype(jnp.float32)
 
     def head(weights, carry, inputs):
