@@ -22,8 +22,7 @@ _BANDS = 4
 
 def run(cached, params, state, tokens):
   """Writes and reads many tokens; returns y, state and weights."""
-  position = None if state is None else state.position
-  layout = _layout.lay_out(tokens, position, cached.segments)
+  layout = _layout.lay_out(tokens, state, cached.segments)
   inner = Tokens(tokens.q, tokens.k, tokens.v, dict(tokens.gates))
   inner = layout.spread(inner)
   segments = _describe(cached, state, layout, inner.k)
@@ -44,11 +43,11 @@ def run(cached, params, state, tokens):
     memories = jax.tree.map(lambda x, s=slots: x[:, :s], stored.memories)
     parts.append(_read(cached, params, memories, *band))
   y = jnp.concatenate(parts, axis=1)
+  slots = carried
+  if state is None:
+    slots = cached.segments.capacity(tokens.q.shape[1])
   lost = _router.beyond(
-    cached.aggregate,
-    cached.segments,
-    segments.index,
-    None if state is None else carried,
+    cached.aggregate, cached.segments, segments.index, slots
   )
   y = jnp.where(lost[:, :, None, None, None], jnp.nan, y)
   y = layout.collect(y.astype(tokens.v.dtype))
@@ -95,6 +94,8 @@ def _describe(cached, state, layout, k) -> CallSegments:
     )
     count = count.at[:, 0].add(jnp.where(goes_on, state.position, 0)[:, None])
   complete = count[:, :, -1] == c
+  if layout.ended is not None:
+    complete |= layout.ended
   return CallSegments(
     count,
     added,

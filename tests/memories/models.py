@@ -9,6 +9,7 @@ from flax import nnx
 from memcache_jax.caching import (
   Cached,
   Constant,
+  Explicit,
   GatedResidual,
   Logarithmic,
   MemorySoup,
@@ -88,6 +89,11 @@ LOGARITHMIC = (
   Cached(Saturating(), Logarithmic(2), MemorySoup()),
 )
 
+# Segments that end where the tokens say.
+EXPLICIT = (
+  Cached(DecayedLinear.mamba2(), Explicit(SEGMENT, 24), SparseSelective(2)),
+)
+
 # Memories of the other families, bare and cached.
 OTHERS = (
   GatedDelta(chunk_size=CHUNK),
@@ -101,6 +107,7 @@ OTHERS_CACHED = (
 
 CACHED = (
   LOGARITHMIC
+  + EXPLICIT
   + OTHERS_CACHED
   + tuple(
     Cached(memory, Constant(SEGMENT), aggregate, write_mode)
@@ -112,7 +119,13 @@ CACHED = (
 
 # Every memory, every aggregator and either write mode several times over: for
 # properties that are slow to compile.
-SELECTION = (*MEMORIES, *OTHERS, *LOGARITHMIC, *OTHERS_CACHED) + tuple(
+SELECTION = (
+  *MEMORIES,
+  *OTHERS,
+  *LOGARITHMIC,
+  *EXPLICIT,
+  *OTHERS_CACHED,
+) + tuple(
   Cached(memory, Constant(SEGMENT), aggregate, WRITE_MODES[(i + j) % 2])
   for (i, memory), (j, aggregate) in itertools.product(
     enumerate(MEMORIES), enumerate(AGGREGATORS)
