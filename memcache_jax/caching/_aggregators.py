@@ -124,10 +124,8 @@ class MovingAverage(Aggregator):
 
   def __post_init__(self):
     _checks.check_choice(of=(self.of, ("parameters", "outputs")))
-    if self.rate is not None and not 0.0 < self.rate <= 1.0:
-      raise ValueError(
-        f"`rate` must be in (0, 1], or None for equal weights: got {self.rate}."
-      )
+    if self.rate is not None:
+      _checks.check_number(rate=self.rate, low=0, high=1, open_low=True)
 
   @property
   def mixes_parameters(self) -> bool:
@@ -220,7 +218,7 @@ class MemorySoup(_Gated):
     \qquad y_t = M(q_t; W^*_t)
 
   Memory Caching (arXiv 2602.24281), Eq. 14-15. Equal to `GatedResidual` where
-  reading is linear in the parameters.
+  reading is linear in the parameters. With gate "none" parameters add up.
 
   Attributes:
     gate: where relevance comes from; see the module.

@@ -193,7 +193,8 @@ class Cached(Memory):
     """
     check_tokens(self, tokens)
     _check_room(self, tokens)
-    _check_state(self, state)
+    if state is not None:
+      _check_state(self, params, state, tokens)
     b, t = tokens.q.shape[:2]
     if t > 1:
       return _segment_scan.run(self, params, state, tokens)
@@ -208,22 +209,30 @@ class Cached(Memory):
     return jnp.zeros_like(tokens.v), state, weights
 
 
-def _check_state(cached: Cached, state: State | None) -> None:
-  """The state must be one of a cached memory with such segments."""
-  if state is None:
-    return
+def _check_state(
+  cached: Cached, params: Params, state: State, tokens: Tokens
+) -> None:
+  """The state must be one of a cached memory like this, for such tokens."""
   if not isinstance(state, CacheState):
     raise ValueError(
       "`state` must be what `init_state` or `scan` of a Cached memory "
-      f"returned: got {type(state).__name__}."
+      f"returned: got a {type(state).__name__}."
     )
-  levels = cached.segments.levels(state.index.shape[1])
+  slots = state.index.shape[1]
+  levels = cached.segments.levels(slots)
   got = 0 if state.levels is None else state.levels.pools.shape[1]
   if levels != got:
     raise ValueError(
       f"`state` must come from a memory with segments {cached.segments}, with "
       f"{levels} writers of longer blocks: got {got}."
     )
+  expected = jax.eval_shape(
+    lambda params: cached.empty_state(
+      params, tokens.head_shape, tokens.q.shape[0], slots
+    ),
+    params,
+  )
+  _checks.check_state("state", state, expected)
 
 
 def _check_room(cached: Cached, tokens: Tokens) -> None:

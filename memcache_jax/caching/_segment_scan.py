@@ -15,9 +15,11 @@ from memcache_jax.caching._segments import block_level
 from memcache_jax.memories._base import HeadShape, Tokens, select_rows
 
 # Tokens of a call only read memories of earlier segments. The segments are cut
-# into this many bands, each reading no further than its own last segment:
-# 4 bands save 3 of every 8 reads, and the program stays of one size.
+# into up to 4 bands, each reading no further than its own last segment: that
+# saves 3 of every 8 reads, and the program stays of one size. Every band takes
+# time to compile, which a band of fewer segments is not worth.
 _BANDS = 4
+_SEGMENTS_PER_BAND = 4
 
 
 def run(cached, params, state, tokens):
@@ -59,7 +61,7 @@ def run(cached, params, state, tokens):
 
 
 def _bands(blocks: int) -> list[tuple[int, int]]:
-  bands = min(_BANDS, blocks)
+  bands = max(1, min(_BANDS, blocks // _SEGMENTS_PER_BAND))
   edges = [round(i * blocks / bands) for i in range(bands + 1)]
   return list(zip(edges[:-1], edges[1:], strict=True))
 

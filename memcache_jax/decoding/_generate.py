@@ -1,10 +1,12 @@
 """Generation: prompts in, tokens out, one compiled step for all of them."""
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+import numbers
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from memcache_jax.array_typing import Array, Int, PRNGKeyArray
@@ -119,6 +121,8 @@ def stream(
   _checks.check_positive(
     max_new_tokens=max_new_tokens, length_multiple=length_multiple
   )
+  if not isinstance(model, LanguageModel):
+    raise ValueError(f"`model` must be a LanguageModel: got {model!r}.")
   sampling = Sampling(temperature, top_k, top_p)
   vocab_size = model.config.vocab_size
   if sampling.top_k is not None and sampling.top_k > vocab_size:
@@ -130,11 +134,8 @@ def stream(
     if sampling.temperature != 0:
       raise ValueError("`key` must be given unless `temperature` is 0.")
     key = jax.random.key(0)
-  for token in stop_tokens:
-    if not 0 <= token < vocab_size:
-      raise ValueError(
-        f"`stop_tokens` must be ids from 0 to {vocab_size - 1}: got {token}."
-      )
+  _check_key(key)
+  _check_stop_tokens(stop_tokens, vocab_size)
   tokens, mask = _pad(prompts, vocab_size, length_multiple)
   room = _round_up(tokens.shape[1] + max_new_tokens, length_multiple)
   steps = _steps(model, tokens, mask, room, sampling, key)
@@ -206,9 +207,41 @@ def _round_up(length: int, multiple: int) -> int:
   return -(-length // multiple) * multiple
 
 
+def _check_key(key):
+  """A key is an array: a typed scalar one, or the two words of an old one."""
+  if not isinstance(key, jax.Array | np.ndarray) or not (
+    jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+    if key.ndim == 0
+    else key.shape == (2,) and key.dtype == jnp.uint32
+  ):
+    raise ValueError(
+      f"`key` must be one key, as of jax.random.key: got {key!r}."
+    )
+
+
+def _check_stop_tokens(stop_tokens, vocab_size):
+  ids = stop_tokens if isinstance(stop_tokens, Iterable) else (None,)
+  for token in ids:
+    if not isinstance(token, numbers.Integral) or not 0 <= token < vocab_size:
+      raise ValueError(
+        f"`stop_tokens` must be ids from 0 to {vocab_size - 1}: "
+        f"got {stop_tokens!r}."
+      )
+
+
 def _pad(prompts, vocab_size, multiple):
   """Ids [b t] and a mask, or None where nothing is padded."""
-  rows = [np.asarray(row) for row in prompts]
+  if isinstance(prompts, str) or not isinstance(prompts, Iterable):
+    raise ValueError(
+      f"`prompts` must be one sequence of ids per row: got {prompts!r}."
+    )
+  try:
+    rows = [np.asarray(row) for row in prompts]
+  except ValueError as error:  # a ragged row
+    raise ValueError(
+      "`prompts` must be one sequence of ids per row: got a row that is "
+      "itself ragged."
+    ) from error
   if not rows:
     raise ValueError("`prompts` must hold at least one prompt: got none.")
   for number, row in enumerate(rows):

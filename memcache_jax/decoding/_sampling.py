@@ -26,14 +26,11 @@ class Sampling:
   top_p: float | None = None
 
   def __post_init__(self):
-    if not 0 <= self.temperature < float("inf"):
-      raise ValueError(
-        f"`temperature` must be at least 0 and finite: got {self.temperature}."
-      )
+    _checks.check_number(temperature=self.temperature, low=0)
     if self.top_k is not None:
       _checks.check_positive(top_k=self.top_k)
-    if self.top_p is not None and not 0 < self.top_p <= 1:
-      raise ValueError(f"`top_p` must be in (0, 1]: got {self.top_p}.")
+    if self.top_p is not None:
+      _checks.check_number(top_p=self.top_p, low=0, high=1, open_low=True)
 
   def choose(
     self, logits: Float[Array, "b vocab"], key: PRNGKeyArray

@@ -11,8 +11,9 @@ from memcache_jax.array_typing import Array, Bool, DType, Float, Int
 from memcache_jax.layers import _rope, _softmax_attention
 from memcache_jax.layers._base import (
   Mixer,
-  check_dim,
   check_inputs,
+  check_layer,
+  check_state_kind,
   to_front,
 )
 from memcache_jax.layers._params import Projection
@@ -80,8 +81,16 @@ class Attention(Mixer):
     param_dtype: DType = jnp.float32,
     rngs: nnx.Rngs,
   ):
-    check_dim(dim, num_heads, head_dim=head_dim)
+    check_layer(
+      dim,
+      num_heads,
+      rngs,
+      dtype=dtype,
+      param_dtype=param_dtype,
+      head_dim=head_dim,
+    )
     _checks.check_positive(chunk_size=chunk_size)
+    _checks.check_number(rope_theta=rope_theta, low=0, open_low=True)
     if window is not None:
       _checks.check_positive(window=window)
     n, k = num_heads, head_dim or dim // num_heads
@@ -130,6 +139,7 @@ class Attention(Mixer):
     if segment_ends is not None:
       raise ValueError("`segment_ends` must be None for attention: got flags.")
     check_inputs(x, self.dim, mask, starts)
+    check_state_kind(state, AttentionState)
     front = to_front(x, mask, starts)
     q, k, v = self.q(front.x), self.k(front.x), self.v(front.x)
     y, state = self._attend(q, k, v, state, front)
@@ -224,9 +234,8 @@ class Attention(Mixer):
       place = own.position % room
       last &= own.position >= length[:, None] - room
     place = jnp.where(last, place, room)  # out of range: dropped
-    row = jnp.arange(b)[:, None]
     return AttentionState(
-      keys=keys.at[row, place].set(own.k, mode="drop"),
-      values=values.at[row, place].set(own.v, mode="drop"),
+      keys=token_layout.put_rows(keys, place, own.k),
+      values=token_layout.put_rows(values, place, own.v),
       length=length,
     )

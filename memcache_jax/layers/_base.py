@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from memcache_jax import token_layout
-from memcache_jax.array_typing import Array, Bool, Float, Int, State
+from memcache_jax.array_typing import Array, Bool, DType, Float, Int, State
 from memcache_jax.ops import _checks
 
 
@@ -95,9 +95,22 @@ def check_inputs(
     )
 
 
-def check_dim(dim: int, num_heads: int, **head_dims: int | None) -> None:
-  """Raises ValueError unless heads have a width: given, or by division."""
+def check_layer(
+  dim: int,
+  num_heads: int,
+  rngs: nnx.Rngs,
+  *,
+  dtype: DType,
+  param_dtype: DType,
+  **head_dims: int | None,
+) -> None:
+  """Raises ValueError unless a layer can be made.
+
+  Heads need a width, given or by division.
+  """
   _checks.check_positive(dim=dim, num_heads=num_heads)
+  _checks.check_dtype(dtype=dtype, param_dtype=param_dtype)
+  check_rngs(rngs)
   for name, value in head_dims.items():
     if value is not None:
       _checks.check_positive(**{name: value})
@@ -106,6 +119,21 @@ def check_dim(dim: int, num_heads: int, **head_dims: int | None) -> None:
         f"`dim` must be divisible by `num_heads` when `{name}` is not given: "
         f"got dim={dim}, num_heads={num_heads}."
       )
+
+
+def check_rngs(rngs: nnx.Rngs) -> None:
+  """Raises ValueError unless it is what `nnx.Rngs` makes."""
+  if not isinstance(rngs, nnx.Rngs):
+    raise ValueError(f"`rngs` must be an nnx.Rngs: got {rngs!r}.")
+
+
+def check_state_kind(state: State | None, kind: type) -> None:
+  """Raises ValueError unless a state, if there is one, is of this kind."""
+  if state is not None and not isinstance(state, kind):
+    raise ValueError(
+      f"`state` must be the {kind.__name__} that `init_state` or an earlier "
+      f"call of this layer returned: got a {type(state).__name__}."
+    )
 
 
 class Front(NamedTuple):

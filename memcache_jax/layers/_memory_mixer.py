@@ -10,8 +10,9 @@ from memcache_jax import numerics
 from memcache_jax.array_typing import Array, Bool, DType, Float, State
 from memcache_jax.layers._base import (
   Mixer,
-  check_dim,
   check_inputs,
+  check_layer,
+  check_state_kind,
   to_front,
 )
 from memcache_jax.layers._gates import Gates
@@ -84,7 +85,15 @@ class MemoryMixer(Mixer):
     param_dtype: DType = jnp.float32,
     rngs: nnx.Rngs,
   ):
-    check_dim(dim, num_heads, key_dim=key_dim, value_dim=value_dim)
+    check_layer(
+      dim,
+      num_heads,
+      rngs,
+      dtype=dtype,
+      param_dtype=param_dtype,
+      key_dim=key_dim,
+      value_dim=value_dim,
+    )
     if not isinstance(memory, Memory):
       raise ValueError(f"`memory` must be a Memory: got {memory!r}.")
     shape = HeadShape(
@@ -138,6 +147,7 @@ class MemoryMixer(Mixer):
   ) -> tuple[Float[Array, "b t d"], MixerState]:
     """Mixes a stretch of tokens; see `Mixer`."""
     check_inputs(x, self.dim, mask, starts, segment_ends)
+    check_state_kind(state, MixerState)
     front = to_front(x, mask, starts, segment_ends)
     tokens, tails = self._tokens(front, state, max_unaligned_starts)
     y, memory = self.memory.scan(
@@ -172,6 +182,7 @@ class MemoryMixer(Mixer):
         f"`memory` must be a cached one to be inspected: got {self.memory!r}."
       )
     check_inputs(x, self.dim, mask, starts, segment_ends)
+    check_state_kind(state, MixerState)
     front = to_front(x, mask, starts, segment_ends)
     tokens, tails = self._tokens(front, state, max_unaligned_starts)
     y, memory, weights = inspect(

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from memcache_jax import numerics
 from memcache_jax.array_typing import Array, DType, Float
 
 # Standard deviation of every weight at the start, before any scale.
@@ -99,10 +100,8 @@ class Projection(nnx.Module):
   ) -> Float[Array, "b t ..."]:
     """Multiplies; accumulates in float32, returns `out_dtype` or `dtype`."""
     summed, kept = self.axes[: self.contract], self.axes[self.contract :]
-    y = jnp.einsum(
-      f"bt{summed},{self.axes}->bt{kept}",
-      x.astype(self.dtype),
-      self.kernel[...].astype(self.dtype),
-      preferred_element_type=jnp.float32,
+    kernel = self.kernel[...]
+    y = numerics.matmul_tokens(
+      f"{summed},{self.axes}->{kept}", x, kernel, dtype=self.dtype
     )
     return y.astype(self.dtype if out_dtype is None else out_dtype)

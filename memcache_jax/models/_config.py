@@ -136,6 +136,7 @@ class ModelConfig:
     )
     if self.hidden_dim is not None:
       _checks.check_positive(hidden_dim=self.hidden_dim)
+    _checks.check_dtype(dtype=self.dtype, param_dtype=self.param_dtype)
     if not isinstance(self.pattern, tuple) or not all(
       isinstance(spec, MemorySpec | AttentionSpec) for spec in self.pattern
     ):

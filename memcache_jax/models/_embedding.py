@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 from flax import nnx
 
+from memcache_jax import numerics
 from memcache_jax.array_typing import Array, Bool, DType, Float, Int
 from memcache_jax.layers._params import normal
 
@@ -48,9 +49,6 @@ class Embedding(nnx.Module):
 
   def attend(self, x: Float[Array, "b t d"]) -> Float[Array, "b t vocab"]:
     """Inner products with every row, float32."""
-    return jnp.einsum(
-      "btd,ld->btl",
-      x.astype(self.dtype),
-      self.table[...].astype(self.dtype),
-      preferred_element_type=jnp.float32,
+    return numerics.matmul_tokens(
+      "d,ld->l", x, self.table[...], dtype=self.dtype
     )

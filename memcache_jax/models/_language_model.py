@@ -39,6 +39,10 @@ class LanguageModel(nnx.Module):
   """
 
   def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+    if not isinstance(config, ModelConfig):
+      raise ValueError(f"`config` must be a ModelConfig: got {config!r}.")
+    if not isinstance(rngs, nnx.Rngs):
+      raise ValueError(f"`rngs` must be an nnx.Rngs: got {rngs!r}.")
     options: dict[str, Any] = {
       "dtype": config.dtype,
       "param_dtype": config.param_dtype,
@@ -132,8 +136,17 @@ class LanguageModel(nnx.Module):
         "segment_ends": (segment_ends, "b t"),
       }
     )
+    _checks.check_bool(mask=mask, starts=starts, segment_ends=segment_ends)
     self._check_segment_ends(segment_ends)
     check_token_ids(tokens, self.config.vocab_size, mask)
+    if state is not None:
+      layers = self.config.num_layers
+      if not isinstance(state, tuple) or len(state) != layers:
+        raise ValueError(
+          f"`state` must be a tuple with one entry per layer, {layers}, as "
+          f"`init_state` returns: got a {type(state).__name__}"
+          + (f" of {len(state)}." if isinstance(state, tuple) else ".")
+        )
     x = self.embedding(tokens, mask)
     flags = {
       "mask": mask,

@@ -1,5 +1,6 @@
 """Token ids: checked on the host, never wrapped on the device."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
@@ -27,7 +28,7 @@ def check_token_ids(
     name: what to call the ids in an error.
 
   Raises:
-    ValueError: for ids that are not integers or out of range.
+    ValueError: for ids that are not integers of an array or out of range.
 
   Example:
     >>> import numpy as np
@@ -36,6 +37,11 @@ def check_token_ids(
     Traceback (most recent call last):
     ValueError: `tokens` must be ids from 0 to 255: got 300 at (0, 1).
   """
+  for argument, array in ((name, tokens), ("mask", mask)):
+    if array is not None and not isinstance(array, jax.Array | np.ndarray):
+      raise ValueError(
+        f"`{argument}` must be an array: got a {type(array).__name__}."
+      )
   if mask is not None and mask.shape != tokens.shape:
     raise ValueError(
       f"`mask` must have the shape of `{name}`, {tokens.shape}: "

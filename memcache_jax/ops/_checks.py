@@ -1,10 +1,14 @@
 """Argument checks shared by the ops; every error names what came."""
 
+import math
+import numbers
 from collections.abc import Mapping
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 
-from memcache_jax.array_typing import Array
+from memcache_jax.array_typing import Array, State
 
 
 def check_shapes(specs: Mapping[str, tuple[Array | None, str]]) -> None:
@@ -18,6 +22,11 @@ def check_shapes(specs: Mapping[str, tuple[Array | None, str]]) -> None:
   for name, (array, letters) in specs.items():
     if array is None:
       continue
+    if not isinstance(array, jax.Array | np.ndarray):
+      raise ValueError(
+        f"`{name}` must be an array with axes ({letters}): got a "
+        f"{type(array).__name__}."
+      )
     axes = letters.split()
     if array.ndim != len(axes):
       raise ValueError(
@@ -74,3 +83,58 @@ def check_choice(**values: tuple[object, tuple[object, ...]]) -> None:
   for name, (value, choices) in values.items():
     if value not in choices:
       raise ValueError(f"`{name}` must be one of {choices}: got {value!r}.")
+
+
+def check_number(
+  *, low: float, high: float = math.inf, open_low: bool = False, **values: float
+) -> None:
+  """Raises ValueError for a value that is not a number in [low, high].
+
+  Args:
+    low: the least.
+    high: the largest; infinity itself is never allowed.
+    open_low: `low` itself is not allowed.
+    values: what to check, by name.
+  """
+  for name, value in values.items():
+    number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if number and math.isfinite(value) and low <= value <= high:
+      if not (open_low and value == low):
+        continue
+    limits = f"at least {low}" if not open_low else f"above {low}"
+    if high < math.inf:
+      limits += f" and at most {high}"
+    raise ValueError(f"`{name}` must be a number {limits}: got {value!r}.")
+
+
+def check_dtype(**values: object) -> None:
+  """Raises ValueError for a value that is not a floating dtype."""
+  for name, value in values.items():
+    try:
+      dtype = None if value is None else jnp.dtype(value)  # pyright: ignore[reportArgumentType]
+    except TypeError:
+      dtype = None
+    if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+      raise ValueError(f"`{name}` must be a floating dtype: got {value!r}.")
+
+
+def check_state(name: str, state: State, expected: State) -> None:
+  """Raises ValueError unless a state has the leaves that are expected.
+
+  Args:
+    name: what to call it.
+    state: what came.
+    expected: a tree of arrays or of shapes and dtypes.
+  """
+  want, structure = jax.tree_util.tree_flatten_with_path(expected)
+  got = jax.tree.leaves(state)
+  if jax.tree.structure(state) != structure:
+    raise ValueError(
+      f"`{name}` must come from the same kind of memory, a {structure}: got "
+      f"{jax.tree.structure(state)}."
+    )
+  for (path, leaf), x in zip(want, got, strict=True):
+    path = name + jax.tree_util.keystr(path)
+    check_shapes({path: (x, " ".join(map(str, leaf.shape)))})
+    if x.dtype != leaf.dtype:
+      raise ValueError(f"`{path}` must be {leaf.dtype}: got {x.dtype}.")

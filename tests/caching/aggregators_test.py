@@ -87,7 +87,8 @@ def test_reads_are_those_of_the_definition():
 
 @pytest.mark.parametrize("rate", [0.0, -0.5, 1.5])
 def test_wrong_rates(rate):
-  with pytest.raises(ValueError, match=rf"`rate` must be in .*: got {rate}"):
+  match = f"`rate` must be a number above 0 and at most 1: got {rate}"
+  with pytest.raises(ValueError, match=match):
     MovingAverage(rate=rate)
 
 

@@ -19,7 +19,12 @@ from memcache_jax.caching import (
   Residual,
   SparseSelective,
 )
-from memcache_jax.memories import DecayedLinear, HeadShape, Linear
+from memcache_jax.memories import (
+  DecayedLinear,
+  HeadShape,
+  Linear,
+  SlidingWindowLinear,
+)
 from memcache_jax.testing import assert_close, random_tokens, stream, take
 from tests.memories.models import Saturating
 
@@ -303,6 +308,15 @@ def test_wrong_arguments():
     )
   bare = Linear().init_state({}, SHAPE, 2)
   _fails(lambda: cached.scan({}, bare, tokens), "`state` must be what")
+  windowed = Cached(SlidingWindowLinear(3), Constant(C))
+  other = windowed.init_state({}, SHAPE, 2, max_length=T)
+  _fails(
+    lambda: cached.scan({}, other, tokens), "`state` must come from the same"
+  )
+  other = cached.init_state({}, SHAPE, 3, max_length=T)
+  _fails(
+    lambda: cached.scan({}, other, tokens), r"`state\.online\.matrix` must"
+  )
   merging = Cached(Linear(), Logarithmic(C))
   other = merging.init_state({}, SHAPE, 2, max_length=T)
   _fails(

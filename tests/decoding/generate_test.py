@@ -207,7 +207,7 @@ def test_draws_follow_the_distribution():
   assert np.flatnonzero(chosen < 0).tolist() == [7]
 
 
-def test_errors(model, no_shape_checks):
+def test_errors(model, as_a_user):
   def check(message, prompts=((1, 2),), **options):
     options = {**GREEDY, **options}
     for function in (generate, stream):
@@ -219,12 +219,22 @@ def test_errors(model, no_shape_checks):
   check("`temperature` .* got nan", temperature=float("nan"))
   check("`top_k` .* got 0", top_k=0)
   check("`top_k` must be at most the vocabulary, 13: got 14", top_k=14)
-  check(r"`top_p` must be in \(0, 1\]: got 0", top_p=0.0)
-  check(r"`top_p` must be in \(0, 1\]: got 1.5", top_p=1.5)
-  check("`stop_tokens` must be ids from 0 to 12: got 13", stop_tokens=[13])
+  check("`temperature` must be a number .* got 'hot'", temperature="hot")
+  check("`top_p` .* above 0 and at most 1: got 0", top_p=0.0)
+  check("`top_p` .* above 0 and at most 1: got 1.5", top_p=1.5)
+  check("`top_p` .* got 'a'", top_p="a")
+  check(r"`stop_tokens` must be ids from 0 to 12: got \[13\]", stop_tokens=[13])
+  for wrong in (3, [1.5], ["a"]):
+    check("`stop_tokens` must be ids from 0 to 12: got", stop_tokens=wrong)
   check("`key` must be given unless", temperature=1.0)
+  for wrong in (3, jnp.zeros(3), jax.random.split(jax.random.key(0))):
+    check("`key` must be one key", temperature=1.0, key=wrong)
   check("`length_multiple` .* got 0", length_multiple=0)
   check("at least one prompt", prompts=[])
+  for wrong in (None, 3, "abc", [[1, [2, 3]]]):
+    check("`prompts` must be one sequence of ids per row", prompts=wrong)
   check(r"at least one id: got shape \(0,\) in row 1", prompts=[[1], []])
   check("`prompts` must be ids from 0 to 12: got 13", prompts=[[1], [13]])
   check("`prompts` .* integer dtype: got float64", prompts=[[1.0]])
+  with pytest.raises(ValueError, match="`model` must be a LanguageModel"):
+    generate(model.embedding, [[1]], **GREEDY)

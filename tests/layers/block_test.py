@@ -81,7 +81,7 @@ def test_rms_norm():
   np.testing.assert_allclose(got, expected, atol=1e-5)
 
 
-def test_errors(no_shape_checks):
+def test_errors(as_a_user):
   block = Block(attention(), 16, rngs=nnx.Rngs(0))
   with pytest.raises(ValueError, match="`mixer` must be a MemoryMixer .* Att"):
     block.inspect(jnp.ones((1, 3, 8)))

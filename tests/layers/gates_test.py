@@ -97,7 +97,7 @@ def test_what_must_not_decay_is_marked():
   assert names == ["A_log", "bias", "bias", "bias", "dt_bias"]
 
 
-def test_errors(no_shape_checks):
+def test_errors(as_a_user):
   with pytest.raises(ValueError, match=r"`gates\['x'\].kind` .*got 'tanh'"):
     make({"x": Gate("tanh")})
   with pytest.raises(ValueError, match="exactly one 'log_decay' .* got 0"):

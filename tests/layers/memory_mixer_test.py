@@ -110,6 +110,6 @@ def test_a_memory_of_three_methods_is_enough():
   chex.assert_tree_all_finite((y, state))
 
 
-def test_errors(no_shape_checks):
+def test_errors(as_a_user):
   with pytest.raises(ValueError, match="`memory` must be a Memory: got <"):
     MemoryMixer(DIM, 2, Linear, rngs=nnx.Rngs(0))

@@ -241,7 +241,7 @@ def test_no_tokens_are_no_change(name):
 
 
 @pytest.mark.parametrize("name", MIXERS)
-def test_wrong_inputs_are_named(name, no_shape_checks):
+def test_wrong_inputs_are_named(name, as_a_user):
   layer = make(name)
   with pytest.raises(ValueError, match=r"`x` .* d=8.*\(2, 3, 7\)"):
     layer(jnp.zeros((2, 3, 7)))
@@ -257,3 +257,17 @@ def test_wrong_inputs_are_named(name, no_shape_checks):
     layer.init_state(2, 0)
   with pytest.raises(ValueError, match=r"`dim` .*dim=8, num_heads=3"):
     type(layer)(8, 3, *cases.memory_of(layer), rngs=nnx.Rngs(0))
+  for wrong in ((jnp.zeros((2, 3, DIM)), layer.init_state(2, 9)), [], {}):
+    with pytest.raises(ValueError, match=r"`state` must be the .*State that"):
+      layer(inputs(length=3), wrong)
+  for name in ("x", "mask"):
+    arguments = {"x": inputs(length=3), name: [[True] * 3] * 2}
+    with pytest.raises(ValueError, match=f"`{name}` must be an array .* list"):
+      layer(**arguments)
+  make_one = lambda **options: type(layer)(
+    8, 2, *cases.memory_of(layer), **options
+  )
+  with pytest.raises(ValueError, match="`rngs` must be an nnx.Rngs: got 0"):
+    make_one(rngs=0)
+  with pytest.raises(ValueError, match="`dtype` must be a floating dtype"):
+    make_one(rngs=nnx.Rngs(0), dtype=jnp.int32)

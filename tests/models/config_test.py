@@ -1,4 +1,5 @@
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -53,7 +54,7 @@ def test_configs_are_values():
   assert ModelConfig.tiny(AttentionSpec(2), repeats=3).num_layers == 3
 
 
-def test_errors(no_shape_checks):
+def test_errors(as_a_user):
   spec = MemorySpec(Linear(), 2)
   options = {"vocab_size": 16, "dim": 8}
   with pytest.raises(ValueError, match="num_layers=3, 2 in pattern"):
@@ -66,6 +67,13 @@ def test_errors(no_shape_checks):
     ModelConfig(num_layers=1, pattern=(), **options)
   with pytest.raises(ValueError, match="`hidden_dim` .* got 0"):
     ModelConfig(num_layers=1, pattern=(spec,), hidden_dim=0, **options)
+  for dtype in ("float33", jnp.int32, None):
+    with pytest.raises(ValueError, match="`dtype` must be a floating dtype"):
+      ModelConfig(num_layers=1, pattern=(spec,), dtype=dtype, **options)
+  with pytest.raises(ValueError, match="`config` must be a ModelConfig"):
+    LanguageModel(None, rngs=nnx.Rngs(0))
+  with pytest.raises(ValueError, match="`rngs` must be an nnx.Rngs: got 3"):
+    LanguageModel(ModelConfig.tiny(), rngs=3)
   uneven = ModelConfig(
     num_layers=1, pattern=(MemorySpec(Linear(), 3),), **options
   )

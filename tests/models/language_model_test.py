@@ -232,6 +232,20 @@ def test_token_ids_out_of_range(token):
   chex.assert_trees_all_equal(logits, run(model, tokens(), mask=mask)[0])
 
 
-def test_float_ids_are_an_error(no_shape_checks):
-  with pytest.raises(ValueError, match="integer dtype: got float32"):
-    make(SMALL)(jnp.zeros((1, 3)))
+def test_wrong_kinds_of_arguments(as_a_user):
+  model = make()
+  ids = jnp.zeros((1, 3), jnp.int32)
+  state = model.init_state(1, 8)
+
+  def check(message, tokens=ids, state=None, **flags):
+    with pytest.raises(ValueError, match=message):
+      model(tokens, state, **flags)
+
+  check("integer dtype: got float32", jnp.zeros((1, 3)))
+  check("`tokens` must be an array .* got a list", [[1, 2]])
+  check("`mask` must be an array .* got a list", mask=[[True] * 3])
+  check("`mask` must be boolean: got float32", mask=jnp.ones((1, 3)))
+  check("`starts` must be boolean: got int32", starts=ids)
+  check("`state` must be a tuple .*: got a list", state=list(state))
+  check("`state` must be a tuple .*: got a tuple of 1", state=state[:1])
+  check("`state` must be the MixerState", state=state[::-1])
