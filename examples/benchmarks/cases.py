@@ -10,6 +10,8 @@ DIM = 128
 HEADS = 4
 # For rivals as for us; the loss is the mean of the squared outputs.
 MODES = ("forward_backward", "forward")
+# Of Titans, next to titans-pytorch.
+INNER_BATCHES = (16, 64, 256)
 
 WORKERS = {
   "memcache_jax": "examples.benchmarks.ours",
@@ -27,6 +29,9 @@ class Case:
     library: whose layer it is.
     layer: "bare": projections q, k, v, u and o around the memory, nothing
       else. "mixer": the library's full layer.
+    memory: what is written: "linear", "titans" or "dla".
+    inner_batch: tokens whose inner gradients are taken at the same weights,
+      for deep memories: titans-pytorch's chunk; 0 for the library's default.
     aggregate: how cached memories are read; "none" is a memory without cache.
     segment: tokens per cached memory; 0 without a cache.
     write_mode: whether each segment starts from the initial memory.
@@ -35,6 +40,8 @@ class Case:
 
   library: str = "memcache_jax"
   layer: str = "bare"
+  memory: str = "linear"
+  inner_batch: int = 0
   aggregate: str = "none"
   segment: int = 0
   write_mode: Literal["independent", "checkpoint"] = "independent"
@@ -86,6 +93,28 @@ def layer_cases(lengths: tuple[int, ...]) -> list[Case]:
     cases += bare
     cases += [replace(case, layer="mixer") for case in mixers]
     cases += [replace(case, library="memory-caching") for case in rivals]
-    for library in ("titans-pytorch", "jax-linear-attention"):
-      cases.append(replace(plain, library=library))
+    cases.append(replace(plain, library="jax-linear-attention"))
+    cases.append(_titans(tokens, 64, library="titans-pytorch"))
   return cases
+
+
+def deep_cases(tokens: int) -> list[Case]:
+  """Everything `python -m examples.benchmarks.deep` times, in order."""
+  cases = []
+  for inner_batch in INNER_BATCHES:
+    ours = _titans(tokens, inner_batch)
+    cases += [ours, replace(ours, library="titans-pytorch")]
+  for memory in ("titans", "dla"):
+    grm = Case(memory=memory, aggregate="grm", segment=64, tokens=tokens)
+    cases += [
+      replace(grm, aggregate="none", segment=0),
+      grm,
+      replace(grm, library="memory-caching"),
+    ]
+  return cases
+
+
+def _titans(tokens: int, inner_batch: int, library="memcache_jax") -> Case:
+  return Case(
+    library=library, memory="titans", inner_batch=inner_batch, tokens=tokens
+  )

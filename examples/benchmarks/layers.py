@@ -1,7 +1,7 @@
 """The layers of this library that are timed."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 import jax
@@ -19,10 +19,22 @@ from memcache_jax.caching import (
   SparseSelective,
 )
 from memcache_jax.layers import MemoryMixer
-from memcache_jax.memories import HeadShape, Linear, Memory, Tokens
+from memcache_jax.memories import (
+  DeepLinear,
+  HeadShape,
+  Linear,
+  Memory,
+  Titans,
+  Tokens,
+)
+from memcache_jax.numerics import l2_normalize
+from memcache_jax.ops.mlp_memory import MLP
 
 # The definitions of the ops, or the fastest there are.
 Reference: TypeAlias = Literal["reference"] | None
+
+# As wide as those of the rivals: 64 for heads of 32.
+NETWORK = MLP(depth=2, hidden_factor=2)
 
 
 @dataclass(frozen=True)
@@ -42,7 +54,19 @@ class Layer:
 
 def memory(case: Case, implementation: Reference = None) -> Memory:
   """The memory of a case; "reference" takes the definitions of its ops."""
-  inner = Linear(implementation=implementation)
+  match case.memory:
+    case "linear":
+      inner = Linear(implementation=implementation)
+    case "titans":
+      inner = Titans(NETWORK, implementation=implementation)
+    case "dla":
+      inner = DeepLinear(NETWORK, implementation=implementation)
+    case _:
+      raise ValueError(
+        f"`memory` must be linear, titans or dla: got {case.memory!r}."
+      )
+  if case.inner_batch:
+    inner = replace(inner, inner_batch=case.inner_batch)
   if case.aggregate == "none":
     return inner
   return Cached(
@@ -75,29 +99,46 @@ def build(case: Case, implementation: Reference = None) -> Layer:
 
 
 def bare(memory: Memory, params: PyTree | None = None) -> Layer:
-  """Projections without bias around a memory, as memory-caching has them."""
+  """Projections without bias around a memory, as memory-caching has them.
+
+  A deep memory has a projection to each of its gates, too, its own learned
+  parameters, and queries and keys of unit length.
+  """
+  inner = memory.memory if isinstance(memory, Cached) else memory
+  scalars = [name for name in inner.gates() if name != "u"]
   names = "qkvuo" if "u" in memory.gates() else "qkvo"
+  shape = HeadShape(HEADS, DIM // HEADS, DIM // HEADS)
   if params is None:
     keys = jax.random.split(jax.random.key(0), len(names))
     params = {
       name: jax.random.normal(key, (DIM, DIM)) * DIM**-0.5
       for name, key in zip(names, keys, strict=True)
     }
+    params |= {name: jnp.zeros((DIM, HEADS)) for name in scalars}
+    params["memory"] = memory.init_params(jax.random.key(1), shape)
 
   def heads(params, x, name):
     return (x @ params[name]).reshape(*x.shape[:2], HEADS, -1)
 
   def apply(params, x: Float[Array, "b t d"], state):
     gates = {"u": heads(params, x, "u")} if "u" in names else {}
+    for name in scalars:
+      z = x @ params[name]
+      if name == "log_decay":
+        gates[name] = jax.nn.log_sigmoid(z + 4.0)
+      else:
+        gates[name] = inner.gates()[name].scale * jax.nn.sigmoid(z)
     q, k, v = (heads(params, x, name) for name in "qkv")
+    if scalars:
+      q, k = l2_normalize(q), l2_normalize(k)
     tokens = Tokens(q, k, v, gates)
-    y, state = memory.scan({}, state, tokens)
+    y, state = memory.scan(params.get("memory", {}), state, tokens)
     return y.reshape(x.shape) @ params["o"], state
 
   def init_state(params, max_length):
-    del params
-    shape = HeadShape(HEADS, DIM // HEADS, DIM // HEADS)
-    return memory.init_state({}, shape, BATCH, max_length=max_length)
+    return memory.init_state(
+      params.get("memory", {}), shape, BATCH, max_length=max_length
+    )
 
   return Layer(params, apply, init_state)
 
