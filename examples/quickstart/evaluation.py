@@ -107,6 +107,20 @@ def _logits(settings: Settings, params: nnx.State, tokens, state):
   return model.with_params(settings, params)(tokens, state)
 
 
+def memory_norms(
+  settings: Settings, params: nnx.State, passage: np.ndarray
+) -> dict[int, float]:
+  """By layer, the largest norm that its memory has on some bytes."""
+  tokens = passage.astype(np.int32)[None]
+  reports = jax.device_get(_memory_reports(settings, params, tokens))
+  return {layer: float(x.state_norm) for layer, x in reports.items()}
+
+
+@functools.partial(jax.jit, static_argnames="settings")
+def _memory_reports(settings: Settings, params: nnx.State, tokens):
+  return model.with_params(settings, params).memory_reports(tokens)
+
+
 def segment_gates(
   settings: Settings, params: nnx.State, passage: np.ndarray
 ) -> dict[int, np.ndarray]:

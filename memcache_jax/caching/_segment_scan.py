@@ -111,7 +111,10 @@ def _describe(cached, state, layout, k) -> CallSegments:
 
 
 def _write(cached, params, state, layout, tokens):
-  """Online reads [b g c n v], start and end states [b g ...], last state."""
+  """Online reads [b g c n v], start and end states [b g ...], last state.
+
+  Start states are None where every segment starts a new sequence.
+  """
   memory = cached.memory
   tokens = memory_tokens(memory, tokens, layout.valid)
   b, g = tokens.q.shape[:2]
@@ -138,17 +141,19 @@ def _write(cached, params, state, layout, tokens):
 
 def _write_independent(memory, params, state, layout, tokens, initial):
   b, g = tokens.q.shape[:2]
-  start = jax.tree.map(
-    lambda x: jnp.broadcast_to(x[:, None], (b, g, *x.shape[1:])), initial
-  )
-  folded_start = None
+  start = None  # every segment is a new sequence, which memories do fastest
   if state is not None:
     first = state.online
     if layout.fresh is not None:
       first = select_rows(layout.fresh[:, 0], initial, first)
-    start = jax.tree.map(lambda x, y: x.at[:, 0].set(y), start, first)
-    folded_start = _fold(start)
-  y, end = memory.scan(params, folded_start, _fold(tokens))
+    start = jax.tree.map(
+      lambda x, y: (
+        jnp.broadcast_to(x[:, None], (b, g, *x.shape[1:])).at[:, 0].set(y)
+      ),
+      initial,
+      first,
+    )
+  y, end = memory.scan(params, _fold(start), _fold(tokens))
   ends = _unfold(memory.snapshot(end), g)
   end = _unfold(end, g)
   if isinstance(layout.last, int):

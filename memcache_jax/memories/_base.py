@@ -82,6 +82,15 @@ class Memory:
     """Whether `Tokens.segment_ends` means anything to it."""
     return False
 
+  @property
+  def closes_after_reading(self) -> bool:
+    """Whether `scan` may change the memory after its newest token was read.
+
+    False for most: tokens read ``read(snapshot(state))``. True where weights
+    are normalised at the end of an inner batch, after its last token's read.
+    """
+    return False
+
   def gates(self) -> Mapping[str, Gate]:
     """The gates the memory wants for every token, by name."""
     return {}
@@ -130,6 +139,21 @@ class Memory:
   def snapshot(self, state: State) -> State:
     """The part of the state that is cached and read; leaves [b n ...]."""
     return state
+
+  def inner_loss(
+    self,
+    params: Params,
+    state: State,
+    k: Float[Array, "b n k"],
+    v: Float[Array, "b n v"],
+    gates: Gates,
+  ) -> Float[Array, "b n"] | None:
+    """What the memory minimises, for the next token; None: nothing.
+
+    It is taken at the weights at which `step` would take its gradient.
+    """
+    del params, state, k, v, gates
+    return None
 
   def scan(
     self, params: Params, state: State | None, tokens: Tokens

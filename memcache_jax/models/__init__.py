@@ -7,7 +7,7 @@ from memcache_jax.models._config import (
   ModelConfig,
 )
 from memcache_jax.models._embedding import Embedding
-from memcache_jax.models._language_model import LanguageModel
+from memcache_jax.models._language_model import LanguageModel, MemoryReport
 from memcache_jax.models._loss import next_token_loss
 from memcache_jax.models._tokens import check_token_ids
 
@@ -15,6 +15,7 @@ __all__ = [
   "AttentionSpec",
   "Embedding",
   "LanguageModel",
+  "MemoryReport",
   "MemorySpec",
   "MixerSpec",
   "ModelConfig",
