@@ -18,8 +18,10 @@ from memcache_jax.caching import (
   SparseSelective,
 )
 from memcache_jax.memories import (
+  RWKV7,
   Cell,
   DecayedLinear,
+  Delta,
   GatedDelta,
   HeadShape,
   Linear,
@@ -94,11 +96,13 @@ EXPLICIT = (
   Cached(DecayedLinear.mamba2(), Explicit(SEGMENT, 24), SparseSelective(2)),
 )
 
-# Memories of the other families, bare and cached.
+# Memories of the other families, bare and, the first two, cached.
 OTHERS = (
   GatedDelta(chunk_size=CHUNK),
   Titans(inner_batch=4, architecture=MLP(depth=2, norm=False, residual=False)),
   Cell(nnx.OptimizedLSTMCell),
+  RWKV7("learned", chunk_size=CHUNK),
+  Delta("learned", max_beta=2.0, chunk_size=CHUNK),
 )
 OTHERS_CACHED = (
   Cached(OTHERS[0], Constant(SEGMENT), SparseSelective(2), "checkpoint"),
@@ -118,10 +122,10 @@ CACHED = (
 )
 
 # Every memory, every aggregator and either write mode several times over: for
-# properties that are slow to compile.
+# properties that are slow to compile. (Delta is GatedDelta without the decay.)
 SELECTION = (
   *MEMORIES,
-  *OTHERS,
+  *OTHERS[:-1],
   *LOGARITHMIC,
   *EXPLICIT,
   *OTHERS_CACHED,
