@@ -267,7 +267,7 @@ def _read(cached, params, memories, y, start, tokens, valid, own, weights):
     # All tokens of a segment mix alike: it needs one mix, and one read of it.
     mix = lambda x: _mix(weights[:, :, 0, 0], x)[:, :, None]
     memories, axis = jax.tree.map(mix, memories), 1
-    weights = jnp.ones_like(weights, shape=(*weights.shape[:-1], 1))
+    weights = jnp.ones_like(weights[..., :1])
   if soup:
     tokens = memory_tokens(memory, tokens, valid)
 
@@ -283,18 +283,17 @@ def _read(cached, params, memories, y, start, tokens, valid, own, weights):
     q, weights, memories = _fold((tokens.q, weights, memories))
     read = memory.read_many(params, memories, q, weights)
     return y + _unfold(read, y.shape[1])
-  q, weights = jax.tree.map(_join, (tokens.q, weights))
+  q, weights = (
+    rearrange(x, "b g c ... -> b (g c) ...") for x in (tokens.q, weights)
+  )
   read = memory.read_many(params, memories, q, weights)
   return y + read.reshape(y.shape)
 
 
 def _mix(weights, memories):
   """[b g s] and [b s ...] -> [b g ...]."""
+  weights = sharding.rows_like(weights, memories)
   return jnp.einsum("bgs,bs...->bg...", weights, memories, precision="highest")
-
-
-def _join(x):
-  return rearrange(x, "b g c ... -> b (g c) ...")
 
 
 def _fold(tree):
