@@ -1,0 +1,7 @@
+"""Linear attention by segments that also reads earlier segments' states."""
+
+from memcache_jax.ops.cached_linear_attention._api import (
+  cached_linear_attention,
+)
+
+__all__ = ["cached_linear_attention"]
