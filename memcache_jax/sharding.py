@@ -70,6 +70,10 @@ def over_batch_and_heads(
     return jax.tree.map(one, axes)
 
   inputs = jax.tree.map(jax.reshard, inputs, specs(axes))
+  # Unchecked: a simulated kernel does not say that its results vary.
   return jax.shard_map(
-    function, in_specs=specs(axes), out_specs=specs(output_axes)
+    function,
+    in_specs=specs(axes),
+    out_specs=specs(output_axes),
+    check_vma=False,
   )(*inputs)

@@ -59,7 +59,7 @@ def test_rows_and_heads_over_eight_devices(axis_type):
     # Here the caller says what is spread how.
     outputs = (PLACES["q"], PLACES["q"])
     local = jax.shard_map(
-      lambda arrays: run(**arrays),
+      lambda arrays, kernel=run: kernel(**arrays),
       mesh=mesh,
       in_specs=(specs,),
       out_specs=outputs,
