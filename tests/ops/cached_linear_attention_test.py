@@ -39,7 +39,7 @@ CASES = {
   "decay": Case(65, 32, decays=True, state=True, fresh=True),
   "carried": Case(
     200,
-    16,
+    64,
     rows=2,
     heads=3,
     decays=True,
