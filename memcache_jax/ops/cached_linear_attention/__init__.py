@@ -2,6 +2,7 @@
 
 from memcache_jax.ops.cached_linear_attention._api import (
   cached_linear_attention,
+  has_kernel,
 )
 
-__all__ = ["cached_linear_attention"]
+__all__ = ["cached_linear_attention", "has_kernel"]

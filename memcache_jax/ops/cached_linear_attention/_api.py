@@ -112,6 +112,36 @@ def cached_linear_attention(
   return _by_kernel(_Options(cut, chunk_size, choice), inputs, fresh)
 
 
+def has_kernel(
+  key_dim: int,
+  value_dim: int,
+  dtype: str,
+  *,
+  segment_length: int,
+  segments: int,
+  carried: int,
+  implementation: _dispatch.Implementation | None,
+) -> bool:
+  """Whether a call with such sizes may run as a kernel.
+
+  Args:
+    key_dim: width of queries and keys.
+    value_dim: width of values.
+    dtype: of these.
+    segment_length: tokens of a segment.
+    segments: of the call.
+    carried: memories carried into the call, with its state.
+    implementation: as in the call; an explicit one is taken at its word.
+  """
+  if implementation is not None:
+    return implementation in ("mosaic_tpu", "triton")
+  config = _kernel_config()
+  call = config.Call(
+    key_dim, value_dim, dtype, segment_length, segments, carried
+  )
+  return config.supports(call) is None
+
+
 def _check(inputs, fresh, cut):
   slots = cut.carried + cut.segments
   _checks.check_shapes(
