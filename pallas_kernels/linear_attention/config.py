@@ -23,14 +23,14 @@ class Config:
     pieces_per_block: pieces in one step of the grid, which share the reads of
       all states before it.
     vmem_limit_bytes: fast memory that a kernel may fill.
-    state_buffers: 2 where states of the next head are fetched early, 1 where
-      there is no room for that.
+    streamed: whether stored states stay in main memory, from where each block
+      fetches them, because fast memory has no room for all.
   """
 
   segments_per_piece: int
   pieces_per_block: int
   vmem_limit_bytes: int
-  state_buffers: int
+  streamed: bool = False
 
   @property
   def segments_per_block(self) -> int:
@@ -76,10 +76,10 @@ def config(call: Call) -> Config:
   ):
     pieces -= 1
   limit = _VMEM.get(call.chip or "", _SMALLEST) - _SPARE
-  roomy = Config(per_piece, pieces, limit, 2)
-  if vmem_bytes(call, roomy) <= limit:
-    return roomy
-  return replace(roomy, state_buffers=1)
+  resident = Config(per_piece, pieces, limit)
+  if vmem_bytes(call, resident) <= limit:
+    return resident
+  return replace(resident, streamed=True)
 
 
 def supports(call: Call) -> str | None:
@@ -96,8 +96,8 @@ def supports(call: Call) -> str | None:
   need, limit = vmem_bytes(call, chosen), chosen.vmem_limit_bytes
   if need > limit:
     return (
-      f"its {call.carried + call.segments} states must fit into fast memory: "
-      f"they take {need // _MIB} of {limit // _MIB} MiB"
+      f"the gates of its {call.carried + call.segments} states must fit into "
+      f"fast memory: all takes {need // _MIB} of {limit // _MIB} MiB"
     )
   return None
 
@@ -108,11 +108,12 @@ def vmem_bytes(call: Call, chosen: Config) -> int:
   k, v = _round_up(call.k), _round_up(call.v)
   block = chosen.segments_per_block
   rows, slots = block * call.segment_length, call.carried + call.segments
-  # As operands, their gradients, and both as they come in.
-  state = k * v * (size + 4 + 2 * 4 * chosen.state_buffers)
-  # Six blocks of tokens of two buffers, four transposes; gates twice.
+  # As operands, their gradients, and both as they come in, of two buffers.
+  state = k * v * (size + 4 + 4 * 4)
+  states = (block + 3) * state if chosen.streamed else (slots + block) * state
+  # Six blocks of tokens of two buffers, four transposes; gates.
   row = 12 * size * (k + v) // 2 + 4 * (k + v) * 4 + 4 * 4 * (slots + 16)
-  return (slots + block) * state + rows * row
+  return states + rows * row
 
 
 def _round_up(x: int) -> int:

@@ -16,6 +16,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from .config import Config
 from .operands import END, KEEP, LOGS, OWN, RESETS, WRITE, Operands
+from .streaming import SEMAPHORES, for_each_streamed
 
 _LANES = 128
 # States per iteration of the loop over earlier blocks.
@@ -106,11 +107,11 @@ def operand_specs(
 
 
 def stored_states(count: int, k: int, v: int, config: Config) -> pl.BlockSpec:
-  """All states [count k v] of one head."""
+  """All states [count k v] of one head, or those of all where they are."""
+  if config.streamed:
+    return pl.BlockSpec(memory_space=pl.ANY)
   return pl.BlockSpec(
-    (None, count, None, k, v),
-    lambda b, n, p: (b, 0, n, 0, 0),
-    pipeline_mode=pl.Buffered(config.state_buffers),
+    (None, count, None, k, v), lambda b, n, p: (b, 0, n, 0, 0)
   )
 
 
@@ -154,10 +155,18 @@ def fwd(
   slots = carried + segments
   per_block = config.segments_per_block
   specs = operand_specs(operands, config, segment_length)
+  rows = per_block * segment_length
   ends_spec = pl.BlockSpec(
     (None, per_block, None, k, width), lambda b, n, p: (b, p, n, 0, 0)
   )
-  rows = per_block * segment_length
+  streaming = []
+  if config.streamed:
+    slots, ends_spec = per_block, pl.BlockSpec(memory_space=pl.ANY)
+    streaming = [
+      pltpu.VMEM((per_block, k, width), jnp.float32),
+      pltpu.VMEM((2, k, width), jnp.float32),
+      pltpu.SemaphoreType.DMA((SEMAPHORES,)),
+    ]
   return pl.pallas_call(
     functools.partial(
       _fwd_kernel,
@@ -180,6 +189,7 @@ def fwd(
       pltpu.VMEM((rows, _LANES), jnp.float32),
       pltpu.VMEM((rows, width), jnp.float32),
       pltpu.VMEM((k, width), jnp.float32),
+      *streaming,
     ],
     compiler_params=compiler_params(config),
     interpret=interpret,
@@ -205,16 +215,20 @@ def _fwd_kernel(*refs, config: Config, length, carried, chained):
   q, k, v, weights, scalars, *refs = refs
   if carried:
     memories, *refs = refs
-  y, ends, *refs = refs
-  states, gates, columns, total, running = refs
-  block = pl.program_id(2)
+  y, ends, states, gates, columns, total, running, *streaming = refs
+  row, head, block = (pl.program_id(i) for i in range(3))
   per_piece = config.segments_per_piece
-  first = carried + block * config.segments_per_block
+  per_block = config.segments_per_block
+  first = carried + block * per_block
+  base = first if config.streamed else 0  # slot of states[0]
+  new_ends = streaming[0] if config.streamed else ends
 
   @pl.when(block == 0)
   def _():
     running[...] = jnp.zeros_like(running)
-    if carried:
+    if carried and config.streamed:
+      pltpu.sync_copy(memories.at[row, carried - 1, head], running)
+    elif carried:
       running[...] = memories[carried - 1]
 
       @pl.loop(0, carried)
@@ -228,26 +242,43 @@ def _fwd_kernel(*refs, config: Config, length, carried, chained):
     piece = _Piece(
       q.at[at], k.at[at], v.at[at], scalars.at[:, at], columns.at[at]
     )
-    own = pl.ds(first + i * per_piece, per_piece)
-    read = _online(piece, length)
+    total[at] = _online(piece, length)
     _write(
       piece,
-      states.at[own],
-      ends.at[pl.ds(i * per_piece, per_piece)],
+      states.at[pl.ds(first - base + i * per_piece, per_piece)],
+      new_ends.at[pl.ds(i * per_piece, per_piece)],
       running if chained else None,
       length,
     )
-    total[at] = read
 
     def add_read(slot, at=at):
-      total[at] += _read(q.at[at], states, gates.at[at], slot)
+      total[at] += _read(q.at[at], states[slot - base], gates.at[at], slot)
 
     for_each_in_block(add_read, first, i, config)
 
-  def add_read_of_all(slot):
-    total[...] += _read(q, states, gates, slot)
+  def add_read_of_all(slot, state):
+    total[...] += _read(q, state[...].astype(q.dtype), gates, slot)
 
-  for_each_before(add_read_of_all, block, carried, config, _UNROLL)
+  if config.streamed:
+    _, ring, semaphores = streaming
+    own = pl.ds(block * per_block, per_block)
+    # Later blocks read them.
+    copy = pltpu.make_async_copy(
+      new_ends, ends.at[row, own, head], semaphores.at[SEMAPHORES - 1]
+    )
+    copy.start()
+    stream = functools.partial(
+      for_each_streamed, add_read_of_all, ring=[ring], semaphores=semaphores
+    )
+    if carried:
+      stream(carried, 0, [lambda i: memories.at[row, i, head]])
+    stream(block * per_block, carried, [lambda i: ends.at[row, i, head]])
+    copy.wait()
+  else:
+    for_each_before(
+      lambda slot: add_read_of_all(slot, states.at[slot]),
+      *(block, carried, config, _UNROLL),
+    )
   y[...] = total[...].astype(y.dtype)
 
 
@@ -308,6 +339,6 @@ def _write(x: _Piece, states, ends, running, length):
     states[i] = state.astype(states.dtype)
 
 
-def _read(q, states, gates, slot):
+def _read(q, state, gates, slot):
   """Gated reads [rows v] of one stored state."""
-  return column(gates, slot, states.shape[2]) * dot(q[...], states[slot])
+  return column(gates, slot, state.shape[1]) * dot(q[...], state)

@@ -29,6 +29,7 @@ from .mosaic_tpu import (
   transposed,
 )
 from .operands import END, KEEP, LOGS, OWN, RESETS, WRITE, Operands
+from .streaming import SEMAPHORES, for_each_streamed
 
 _LANES = 128
 _SUBLANES = 8
@@ -67,11 +68,27 @@ def bwd(
   b, n, t, k = operands.q.shape
   width, segments = operands.v.shape[-1], t // segment_length
   carried = 0 if operands.memories is None else operands.memories.shape[1]
-  slots = carried + segments
-  rows = config.segments_per_block * segment_length
+  slots, per_block = carried + segments, config.segments_per_block
+  rows = per_block * segment_length
   specs = operand_specs(operands, config, segment_length, t // rows)
   ends_spec = stored_states(segments, k, width, config)
   arrays = [x for x in operands if x is not None]
+  inputs = [*arrays, d_y, ends, d_ends]
+  outputs, out_specs, aliases, streaming = arrays, specs, {}, []
+  if config.streamed:
+    # Sums of the gradients of all states, which grow where they are.
+    if operands.memories is not None:
+      nothing = jnp.zeros_like(operands.memories)
+      inputs[-1] = jnp.concatenate([nothing, d_ends], axis=1)
+    outputs, out_specs = [*arrays[:5], inputs[-1]], [*specs[:5], ends_spec]
+    aliases = {len(inputs) - 1: 5}
+    slots = 1 + per_block
+    streaming = [
+      pltpu.VMEM((slots, k, width), jnp.float32),
+      pltpu.VMEM((2, k, width), jnp.float32),
+      pltpu.VMEM((2, k, width), jnp.float32),
+      pltpu.SemaphoreType.DMA((SEMAPHORES + 2,)),
+    ]
   gradients = pl.pallas_call(
     functools.partial(
       _bwd_kernel,
@@ -83,8 +100,9 @@ def bwd(
     name="memcache_cached_linear_attention_bwd",
     grid=(b, n, t // rows),
     in_specs=[*specs, specs[2], ends_spec, ends_spec],
-    out_specs=specs,
-    out_shape=[like(x, *x.shape, dtype=x.dtype) for x in arrays],
+    out_specs=out_specs,
+    out_shape=[like(x, *x.shape, dtype=x.dtype) for x in outputs],
+    input_output_aliases=aliases,
     scratch_shapes=[
       pltpu.VMEM((slots, k, width), operands.q.dtype),
       pltpu.VMEM((slots, k, width), jnp.float32),
@@ -92,11 +110,13 @@ def bwd(
       pltpu.VMEM((width, rows), operands.q.dtype),
       pltpu.VMEM((k, rows), jnp.float32),
       pltpu.VMEM((rows, _LANES), jnp.float32),
+      *streaming,
     ],
     compiler_params=compiler_params(config),
     interpret=interpret,
-  )(*arrays, d_y, ends, d_ends)
-  return Operands(*gradients)
+  )(*inputs)
+  d_memories = gradients[5][:, :carried] if carried else None
+  return Operands._make([*gradients[:5], d_memories])
 
 
 class _Piece(NamedTuple):
@@ -127,28 +147,16 @@ def _bwd_kernel(*refs, config: Config, length, carried, chained):
   if carried:
     memories, *refs = refs
   d_y, ends, d_ends, d_q, d_k, d_v, d_weights, d_scalars, *refs = refs
-  if carried:
+  if config.streamed:
+    d_ends, *refs = refs  # the sums of all gradients, where they grow
+  elif carried:
     d_memories, *refs = refs
-  states, d_states, q_t, d_y_t, d_q_t, columns = refs
+  states, d_states, q_t, d_y_t, d_q_t, columns, *streaming = refs
   step, steps = pl.program_id(2), pl.num_programs(2)
   block = steps - 1 - step
   per_piece = config.segments_per_piece
   first = carried + block * config.segments_per_block
-
-  @pl.when(step == 0)
-  def _():
-    if carried:
-
-      @pl.loop(0, carried)
-      def _(i):
-        states[i] = memories[i].astype(states.dtype)
-        d_states[i] = jnp.zeros_like(d_states[i])
-
-    @pl.loop(0, ends.shape[0])
-    def _(i):
-      states[carried + i] = ends[i].astype(states.dtype)
-      d_states[carried + i] = d_ends[i]
-
+  base = first - 1 if config.streamed else 0  # slot of states[0]
   q_t[...] = q[...].T
   d_y_t[...] = d_y[...].T
   columns[...] = transposed(scalars[...])
@@ -158,41 +166,149 @@ def _bwd_kernel(*refs, config: Config, length, carried, chained):
     *(q, k, v, d_y, columns, q_t, d_y_t, d_q_t),
     *(weights, d_weights, scalars, d_scalars),
   )
-  for_each_before(
-    functools.partial(_read, all_tokens, states, d_states),
-    *(block, carried, config, _UNROLL),
-  )
+  if config.streamed:
+    stored = _Stored(memories, ends, d_ends, states, d_states, *streaming)
+    _read_streamed(stored, all_tokens, block, carried, config, chained)
+  else:
+
+    @pl.when(step == 0)
+    def _():
+      _load(memories, ends, d_ends, states, d_states, carried)
+
+    for_each_before(
+      lambda i: _read(all_tokens, i, states.at[i], d_states.at[i]),
+      *(block, carried, config, _UNROLL),
+    )
   for i in reversed(range(config.pieces_per_block)):
     at = pl.ds(i * per_piece * length, per_piece * length)
     piece = all_tokens.at(at)
-    for_each_in_block(
-      functools.partial(_read, piece, states, d_states), first, i, config
-    )
+
+    def read(slot, piece=piece):
+      here = slot - base
+      _read(piece, slot, states.at[here], d_states.at[here])
+
+    for_each_in_block(read, first, i, config)
     d_k_read, d_v_read = _online(piece, length)
     d_k_write, d_v_write = _write(
-      *(piece, states, d_states, first + i * per_piece),
+      *(piece, states, d_states, first + i * per_piece, base),
       *(length, per_piece, chained),
     )
     d_k[at] = (d_k_read + d_k_write).astype(d_k.dtype)
     d_v[at] = (d_v_read + d_v_write).astype(d_v.dtype)
   d_q[...] = d_q_t[...].astype(d_q.dtype).T
-  if carried:
+  if config.streamed and chained:
+    # What the block before gets from going on with its last state.
+    @pl.when(first > 0)
+    def _():
+      _copy(d_states.at[0], _of_head(d_ends, first - 1))
+
+  elif carried and not config.streamed:
     # Complete after the first block, which comes last.
     @pl.when(step == steps - 1)
     def _():
       d_memories[...] = d_states[pl.ds(0, carried)]
 
 
-def _read(x: _Piece, states, d_states, slot):
+def _load(memories, ends, d_ends, states, d_states, carried):
+  """All states of a head, and what their gradients begin with."""
+  if carried:
+
+    @pl.loop(0, carried)
+    def _(i):
+      states[i] = memories[i].astype(states.dtype)
+      d_states[i] = jnp.zeros_like(d_states[i])
+
+  @pl.loop(0, ends.shape[0])
+  def _(i):
+    states[carried + i] = ends[i].astype(states.dtype)
+    d_states[carried + i] = d_ends[i]
+
+
+class _Stored(NamedTuple):
+  """References to states in main memory, and where they come to."""
+
+  memories: Any
+  ends: Any
+  d_sums: Any
+  states: Any
+  d_states: Any
+  fetched: Any
+  ring: Any
+  d_ring: Any
+  semaphores: Any
+
+
+def _of_head(ref, slot):
+  return ref.at[pl.program_id(0), slot, pl.program_id(1)]
+
+
+def _copy(source, target):
+  pltpu.sync_copy(source, target)
+
+
+def _read_streamed(x: _Stored, tokens, block, carried, config, chained):
+  """Reads all states before a block, and fetches its own and the last one."""
+  per_block = config.segments_per_block
+  first = carried + block * per_block
+  own = pl.ds(1, per_block)
+  copies = [
+    pltpu.make_async_copy(
+      _of_head(x.ends, pl.ds(block * per_block, per_block)),
+      x.fetched.at[own],
+      x.semaphores.at[SEMAPHORES],
+    ),
+    pltpu.make_async_copy(
+      _of_head(x.d_sums, pl.ds(first, per_block)),
+      x.d_states.at[own],
+      x.semaphores.at[SEMAPHORES + 1],
+    ),
+  ]
+  for copy in copies:
+    copy.start()
+  stream = functools.partial(
+    for_each_streamed,
+    functools.partial(_read, tokens),
+    ring=[x.ring, x.d_ring],
+    semaphores=x.semaphores,
+  )
+  d_sum = lambda first: lambda i: _of_head(x.d_sums, first + i)
+  if carried:
+    stream(carried, 0, [lambda i: _of_head(x.memories, i), d_sum(0)])
+  stream(
+    *(block * per_block, carried),
+    [lambda i: _of_head(x.ends, i), d_sum(carried)],
+  )
+  for copy in copies:
+    copy.wait()
+  x.states[own] = x.fetched[own].astype(x.states.dtype)
+  if chained:
+
+    @pl.when(block > 0)
+    def _():
+      _copy(_of_head(x.ends, block * per_block - 1), x.fetched.at[0])
+
+    if carried:
+
+      @pl.when(block == 0)
+      def _():
+        _copy(_of_head(x.memories, carried - 1), x.fetched.at[0])
+
+    @pl.when(first > 0)
+    def _():
+      _copy(_of_head(x.d_sums, first - 1), x.d_states.at[0])
+      x.states[0] = x.fetched[0].astype(x.states.dtype)
+
+
+def _read(x: _Piece, slot, state, d_state):
   """Gradients of reading one stored state."""
   rows, here = _row_of(x.weights, slot)
   weight = jnp.where(here, x.weights[rows], 0.0).sum(0, keepdims=True)
   queries = x.q_t[...].astype(jnp.float32)
-  back = dot(states[slot], x.d_y_t[...])
+  back = dot(state[...].astype(x.q.dtype), x.d_y_t[...])
   x.d_q_t[...] += weight * back
   d_weight = jnp.sum(queries * back, 0, keepdims=True)
   x.d_weights[rows] += jnp.where(here, d_weight, 0.0)
-  d_states[slot] += dot((weight * queries).astype(x.q.dtype), x.d_y[...])
+  d_state[...] += dot((weight * queries).astype(x.q.dtype), x.d_y[...])
 
 
 def _row_of(ref, index):
@@ -249,26 +365,27 @@ def row(x):
   return jnp.broadcast_to(x, (x.shape[0], _LANES)).T[:1]
 
 
-def _write(x: _Piece, states, d_states, slot, length, per_piece, chained):
+def _write(x: _Piece, states, d_states, slot, base, length, per_piece, chained):
   """Gradients [rows k], [rows v] of writing states, the last one first."""
   dtype = x.k.dtype
   keys, values = [], []
   for i in reversed(range(per_piece)):
     at = pl.ds(i * length, length)
-    d_state = d_states[slot + i]
+    here = slot + i - base
+    d_state = d_states[here]
     rounded = d_state.astype(dtype)
     keys.insert(0, dot(x.v[at], rounded, contract=(1, 1)))
     values.insert(0, dot(x.k[at], rounded))
     if chained:
       keep = pl.ds(KEEP, 1), pl.ds(i * length, 1)
-      _go_on(
-        d_state,
-        x.scalars.at[keep],
-        x.d_scalars.at[keep],
-        states,
-        d_states,
-        slot + i,
-      )
+
+      @pl.when(slot + i > 0)  # else there is no state before
+      def _(d_state=d_state, here=here, keep=keep):
+        _go_on(
+          *(d_state, x.scalars.at[keep], x.d_scalars.at[keep]),
+          *(states.at[here - 1], d_states.at[here - 1]),
+        )
+
   d_k, d_v = jnp.concatenate(keys), jnp.concatenate(values)
   if x.scalars.shape[0] == 1:
     return d_k, d_v
@@ -279,12 +396,9 @@ def _write(x: _Piece, states, d_states, slot, length, per_piece, chained):
   return d_k, d_v
 
 
-def _go_on(d_state, keep, d_keep, states, d_states, slot):
-  """Gradients of going on from the state before; there may be none."""
-
-  @pl.when(slot > 0)
-  def _():
-    product = d_state * states[slot - 1].astype(jnp.float32)
-    product = jnp.sum(product, 0, keepdims=True)
-    d_keep[...] = jnp.sum(product, 1, keepdims=True)
-    d_states[slot - 1] += keep[...] * d_state
+def _go_on(d_state, keep, d_keep, before, d_before):
+  """Gradients of going on from the state before."""
+  product = d_state * before[...].astype(jnp.float32)
+  product = jnp.sum(product, 0, keepdims=True)
+  d_keep[...] = jnp.sum(product, 1, keepdims=True)
+  d_before[...] += keep[...] * d_state

@@ -13,7 +13,7 @@ TOPOLOGIES = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
 # Head width, segment length, segments, what else.
 CASES = {
   "plain_256": (256, 256, 8, {}),
-  "plain_128": (128, 256, 8, {}),
+  "streamed_128": (128, 256, 512, {}),
   "carried_128": (128, 512, 3, {"decay": 1, "write_mode": "checkpoint"}),
   "short_96": (96, 16, 20, {"decay": 1, "dtype": jnp.float32}),
   "odd_64": (64, 48, 9, {"decay": 1, "write_mode": "checkpoint"}),

@@ -1,5 +1,6 @@
 """Fused segments: the XLA form and the TPU kernels against the definition."""
 
+import dataclasses
 import functools
 import importlib
 from typing import NamedTuple
@@ -12,6 +13,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 from memcache_jax.ops import cached_linear_attention
 from memcache_jax.testing import assert_close
+
+KERNELS = "memcache_jax.pallas_kernels.linear_attention"
 
 
 class Case(NamedTuple):
@@ -123,6 +126,16 @@ def test_the_kernels_equal_the_definition(name):
   assert_close(_interpreted(CASES[name]), _expected(CASES[name]))
 
 
+def test_states_in_main_memory(monkeypatch):
+  config = importlib.import_module(f"{KERNELS}.config")
+  choose = config.config
+  streamed = lambda call: dataclasses.replace(choose(call), streamed=True)
+  assert not choose(config.Call(128, 128, "bfloat16", 256, 64, 0)).streamed
+  assert choose(config.Call(128, 128, "bfloat16", 256, 1024, 0)).streamed
+  monkeypatch.setattr(config, "config", streamed)
+  assert_close(_interpreted(CASES["carried"]), _expected(CASES["carried"]))
+
+
 def _dot(dot, a, b, **options):
   return dot(a.astype(jnp.float32), b.astype(jnp.float32), **options)
 
@@ -131,9 +144,7 @@ def test_bfloat16(monkeypatch):
   # XLA has no product of bfloat16 for a CPU: here it is one of float32, which
   # is exact for what bfloat16 can hold.
   for name in ("mosaic_tpu", "mosaic_tpu_vjp"):
-    kernel = importlib.import_module(
-      f"memcache_jax.pallas_kernels.linear_attention.{name}"
-    )
+    kernel = importlib.import_module(f"{KERNELS}.{name}")
     monkeypatch.setattr(kernel, "dot", functools.partial(_dot, kernel.dot))
   case = CASES["decay"]._replace(dtype=jnp.bfloat16)
   grads, outputs = _interpreted(case)
@@ -182,11 +193,19 @@ def test_none_takes_the_xla_form_where_the_kernel_cannot():
     (Case(32, 16, key=40), "key width is a multiple of 32 up to 256: got 40"),
     (Case(32, 16, value=512), "value width .* got 512"),
     (Case(32, 16, dtype=jnp.float16), "got float16"),
-    (Case(4096, 16, key=256, value=256), "must fit into fast memory"),
+    (Case(2**20, 16), "gates of its 65536 states must fit into fast memory"),
   ],
 )
 def test_the_kernel_says_what_it_cannot(case, reason):
-  arrays = jax.eval_shape(lambda: _arrays(case)[0])
+  b, t, n, k, v = case.rows, case.tokens, case.heads, case.key, case.value
+  array = lambda *shape: jax.ShapeDtypeStruct(shape, case.dtype)
+  arrays = {
+    "q": array(b, t, n, k),
+    "k": array(b, t, n, k),
+    "v": array(b, t, n, v),
+    "weights": array(b, t, n, case.segments),
+    "own_weight": array(b, t, n),
+  }
   run = functools.partial(
     cached_linear_attention,
     segment_length=case.length,
