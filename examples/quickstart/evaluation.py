@@ -12,6 +12,7 @@ from examples.quickstart import model
 from examples.quickstart.data import ByteWindows
 from examples.quickstart.settings import Settings
 from examples.quickstart.training import BITS_PER_NAT
+from memcache_jax import models
 
 # The state is carried this far: longer than any window seen in training.
 CONTEXT = 1024
@@ -118,7 +119,7 @@ def memory_norms(
 
 @functools.partial(jax.jit, static_argnames="settings")
 def _memory_reports(settings: Settings, params: nnx.State, tokens):
-  return model.with_params(settings, params).memory_reports(tokens)
+  return models.memory_reports(model.with_params(settings, params), tokens)
 
 
 def segment_gates(
@@ -132,4 +133,4 @@ def segment_gates(
 
 @functools.partial(jax.jit, static_argnames="settings")
 def _segment_gates(settings: Settings, params: nnx.State, tokens):
-  return model.with_params(settings, params).segment_gates(tokens)
+  return models.segment_gates(model.with_params(settings, params), tokens)

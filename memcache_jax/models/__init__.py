@@ -7,7 +7,12 @@ from memcache_jax.models._config import (
   ModelConfig,
 )
 from memcache_jax.models._embedding import Embedding
-from memcache_jax.models._language_model import LanguageModel, MemoryReport
+from memcache_jax.models._inspection import (
+  MemoryReport,
+  memory_reports,
+  segment_gates,
+)
+from memcache_jax.models._language_model import LanguageModel
 from memcache_jax.models._loss import next_token_loss
 from memcache_jax.models._tokens import check_token_ids
 
@@ -20,5 +25,7 @@ __all__ = [
   "MixerSpec",
   "ModelConfig",
   "check_token_ids",
+  "memory_reports",
   "next_token_loss",
+  "segment_gates",
 ]

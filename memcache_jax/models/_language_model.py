@@ -1,31 +1,17 @@
 """`LanguageModel`: token ids to logits, through blocks that are scanned."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from memcache_jax.array_typing import Array, Bool, Float, Int, PyTree, State
-from memcache_jax.layers import Block, MemoryMixer, Projection, RMSNorm
-from memcache_jax.memories import Watched
+from memcache_jax.layers import Block, Projection, RMSNorm
 from memcache_jax.models._config import MixerSpec, ModelConfig
 from memcache_jax.models._embedding import Embedding
 from memcache_jax.models._tokens import check_token_ids
 from memcache_jax.ops import _checks
-
-
-class MemoryReport(NamedTuple):
-  """What the memory of one layer did with some tokens.
-
-  Attributes:
-    inner_loss: mean over tokens and heads of what the memory minimises, at
-      the weights at which gradients are taken; None where it is nothing.
-    state_norm: the largest norm of the memory of a head, at any token.
-  """
-
-  inner_loss: Float[Array, ""] | None
-  state_norm: Float[Array, ""]
 
 
 class LanguageModel(nnx.Module):
@@ -151,7 +137,7 @@ class LanguageModel(nnx.Module):
       }
     )
     _checks.check_bool(mask=mask, starts=starts, segment_ends=segment_ends)
-    self._check_segment_ends(segment_ends)
+    self.check_segment_ends(segment_ends)
     check_token_ids(tokens, self.config.vocab_size, mask)
     if state is not None:
       layers = self.config.num_layers
@@ -180,69 +166,12 @@ class LanguageModel(nnx.Module):
       return self.embedding.attend(x)
     return self.head(x, jnp.float32)
 
-  def segment_gates(
-    self,
-    tokens: Int[Array, "b t"],
-    *,
-    mask: Bool[Array, "b t"] | None = None,
-    segment_ends: Bool[Array, "b t"] | None = None,
-  ) -> dict[int, Float[Array, "b t n s_and_online"]]:
-    """How much every token reads each memory, for looking at and plotting.
+  def unstacked_blocks(self) -> list[Block]:
+    """The blocks in order, each with its own weights."""
+    return [block for group in self._groups() for block in group]
 
-    Args:
-      tokens: ids of new sequences.
-      mask: False for tokens that do not exist.
-      segment_ends: True at the last token of a segment.
-
-    Returns:
-      For every layer with a cached memory, by its number from 0, the weight
-      of the cached memories in order and last that of the online one.
-    """
-    self._check_segment_ends(segment_ends)
-    check_token_ids(tokens, self.config.vocab_size, mask)
-    x, gates, layer = self.embedding(tokens, mask), {}, 0
-    for group in self._groups():
-      for block in group:
-        flags = {"mask": mask}
-        if block.uses_segment_ends:
-          flags["segment_ends"] = segment_ends
-        memory = getattr(block.mixer, "memory", None)
-        if hasattr(memory, "inspect"):
-          x, _, gates[layer] = block.inspect(x, **flags)
-        else:
-          x, _ = block(x, **flags)
-        layer += 1
-    return gates
-
-  def memory_reports(
-    self,
-    tokens: Int[Array, "b t"],
-    *,
-    mask: Bool[Array, "b t"] | None = None,
-  ) -> dict[int, MemoryReport]:
-    """How well every memory learns, and how large it grows, to be logged.
-
-    The largest norm names the layer that diverges, or will.
-
-    Args:
-      tokens: ids of new sequences; a few, as they are written one by one.
-      mask: False for tokens that do not exist.
-
-    Returns:
-      For every layer with a memory, by its number from 0, its report.
-    """
-    check_token_ids(tokens, self.config.vocab_size, mask)
-    x, reports, layer = self.embedding(tokens, mask), {}, 0
-    for group in self._groups():
-      for block in group:
-        if isinstance(block.mixer, MemoryMixer):
-          watched = block.mixer.watch(block.mixer_norm(x), mask=mask)
-          reports[layer] = _report(watched, mask)
-        x, _ = block(x, mask=mask)
-        layer += 1
-    return reports
-
-  def _check_segment_ends(self, segment_ends):
+  def check_segment_ends(self, segment_ends: Array | None) -> None:
+    """Raises ValueError for flags that no layer has a use for."""
     if segment_ends is None or any(b.uses_segment_ends for b in self.blocks):
       return
     raise ValueError(
@@ -291,16 +220,6 @@ def _block(config: ModelConfig, spec: MixerSpec, rngs: nnx.Rngs) -> Block:
   }
   mixer = spec.build(config.dim, **options)
   return Block(mixer, config.hidden_dim, **options)
-
-
-def _report(watched: Watched, mask) -> MemoryReport:
-  loss = watched.inner_loss
-  if loss is not None:
-    count = jnp.asarray(loss.size, jnp.float32)
-    if mask is not None:
-      count = loss.shape[2] * jnp.sum(mask, dtype=jnp.float32)
-    loss = jnp.sum(loss) / jnp.maximum(count, 1.0)
-  return MemoryReport(loss, jnp.max(watched.norm))
 
 
 def _apply(group, x, states, flags):

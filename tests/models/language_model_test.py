@@ -15,7 +15,9 @@ from memcache_jax.models import (
   LanguageModel,
   MemorySpec,
   ModelConfig,
+  memory_reports,
   next_token_loss,
+  segment_gates,
 )
 from memcache_jax.ops.mlp_memory import MLP
 from tests.layers.cases import fast_to_compile, lengths_of_pieces, louder
@@ -205,9 +207,7 @@ def test_bfloat16_is_close_with_float32_logits():
 def test_segment_gates():
   model = make()
   given = tokens(11)
-  gates = fast_to_compile(lambda model, tokens: model.segment_gates(tokens))(
-    model, given
-  )
+  gates = fast_to_compile(segment_gates)(model, given)
   assert sorted(gates) == [0, 2]
   for weights in gates.values():
     chex.assert_shape(weights, (2, 11, 2, 3))
@@ -228,7 +228,7 @@ def test_memory_reports():
   config = dataclasses.replace(CONFIG, pattern=pattern, num_layers=2)
   given = tokens(11)
   report = fast_to_compile(
-    lambda model, tokens, mask: model.memory_reports(tokens, mask=mask)
+    lambda model, tokens, mask: memory_reports(model, tokens, mask=mask)
   )
   mask = jnp.broadcast_to(jnp.arange(11) < 7, (2, 11))
   reports = report(make(config), given, mask)
