@@ -6,7 +6,6 @@ from memcache_jax.caching._aggregators import (
   MemorySoup,
   MovingAverage,
   Residual,
-  SparseSelective,
 )
 from memcache_jax.caching._cached import Cached, CacheState
 from memcache_jax.caching._segments import (
@@ -15,6 +14,7 @@ from memcache_jax.caching._segments import (
   Logarithmic,
   Segments,
 )
+from memcache_jax.caching._sparse_selective import SparseSelective
 
 __all__ = [
   "Aggregator",

@@ -9,17 +9,26 @@ instead of u, "input" takes one logit per absolute segment from the layer, and
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal, TypeAlias
+from typing import ClassVar, Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 
-from memcache_jax.array_typing import Array, Bool, Float
+from memcache_jax.array_typing import Array, Bool, Float, Int
 from memcache_jax.memories._base import Gate
 from memcache_jax.ops import _checks
 
 GateKind: TypeAlias = Literal["context", "shared", "input", "none"]
 Pool: TypeAlias = Literal["mean", "sum"]
+
+
+class Selection(NamedTuple):
+  """A few cached memories per token, their weights, and that of the online."""
+
+  index: Int[Array, "*rows r"]  # -1: none
+  weights: Float[Array, "*rows r"]
+  own: Float[Array, "*rows"]
+
 
 Weights: TypeAlias = tuple[Float[Array, "*rows s"], Float[Array, "*rows"]]
 
@@ -71,6 +80,22 @@ class Aggregator:
       Both weights, of any shape that broadcasts to that of the logits.
     """
     raise NotImplementedError
+
+  def select(
+    self,
+    logits: Float[Array, "*rows s"] | None,
+    own_logit: Float[Array, "*rows"] | None,
+    readable: Bool[Array, "*#rows s"],
+  ) -> Selection | None:
+    """The few memories with a weight that is not 0; None where all have one.
+
+    Args:
+      logits: see `weights`, which this must agree with.
+      own_logit: see `weights`.
+      readable: see `weights`.
+    """
+    del logits, own_logit, readable
+    return None
 
 
 @dataclass(frozen=True)
@@ -147,7 +172,7 @@ class MovingAverage(Aggregator):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Gated(Aggregator):
+class Gated(Aggregator):
   gate: GateKind = "context"
   pooling: Pool = "mean"
   max_segments: int | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -190,7 +215,7 @@ class _Gated(Aggregator):
 
 
 @dataclass(frozen=True)
-class GatedResidual(_Gated):
+class GatedResidual(Gated):
   r"""Adds up the reads of all memories, each with its own gate (GRM).
 
   .. math::
@@ -210,7 +235,7 @@ class GatedResidual(_Gated):
 
 
 @dataclass(frozen=True)
-class MemorySoup(_Gated):
+class MemorySoup(Gated):
   r"""Mixes the parameters of all memories with gates, and reads once.
 
   .. math::
@@ -232,43 +257,6 @@ class MemorySoup(_Gated):
     return True
 
 
-@dataclass(frozen=True)
-class SparseSelective(_Gated):
-  r"""Reads the online memory and the top-k cached ones (SSC).
-
-  .. math::
-    y_t = \gamma_{t,s} M_t^{(s)}(q_t)
-      + \sum_{i \in R_t} \gamma_{t,i} M^{(i)}(q_t),
-    \quad R_t = \mathrm{top}_k \langle u_t, \bar p_i \rangle
-
-  Memory Caching (arXiv 2602.24281), Eq. 16-17, with the softmax over the
-  selected memories and the online one. Ties go to the older memory. No
-  gradient reaches a memory that was not selected. With gate "none" the router
-  only selects, and all weights are 1.
-
-  Attributes:
-    top_k: cached memories a token reads besides the online one.
-    gate: where relevance comes from; see the module.
-    pooling: mean or sum of a segment's keys.
-    max_segments: most segments of a document, for gate "input" only; tokens
-      of later segments become nan.
-  """
-
-  top_k: int = 2
-
-  def __post_init__(self):
-    super().__post_init__()
-    _checks.check_positive(top_k=self.top_k)
-
-  @property
-  def router(self) -> GateKind:
-    return "context" if self.gate == "none" else self.gate
-
-  def weights(self, logits, own_logit, readable) -> Weights:
-    selected = _top_k(logits, readable, self.top_k)
-    return super().weights(logits, own_logit, selected)
-
-
 def _softmax(logits, own_logit, readable) -> Weights:
   low = jnp.finfo(jnp.float32).min
   logits = jnp.where(readable, logits, low)
@@ -278,15 +266,3 @@ def _softmax(logits, own_logit, readable) -> Weights:
   own = jnp.exp(own_logit - top)
   total = own + jnp.sum(parts, axis=-1)
   return parts / total[..., None], own / total
-
-
-def _top_k(logits, readable, top_k) -> Bool[Array, "*rows s"]:
-  slots = logits.shape[-1]
-  if slots <= top_k:
-    return readable
-  _, chosen = jax.lax.top_k(jnp.where(readable, logits, -jnp.inf), top_k)
-  slot = jnp.arange(slots).reshape((1,) * (logits.ndim - 1) + (-1,))
-  selected = jnp.zeros(logits.shape, bool)
-  for rank in range(top_k):
-    selected |= chosen[..., rank, None] == slot
-  return selected & readable

@@ -26,7 +26,7 @@ def run(cached, params, state, layout, tokens, segments):
   # Gates depend on keys alone.
   nothing = None if state is None else state._replace(memories=None)
   stored = stored_memories(nothing, Written(None, keys, None, None), segments)
-  weights, own = weigh(cached, stored, segments, tokens)
+  weights, own, _ = weigh(cached, stored, segments, tokens)
   memory = cached.memory
   y, ends = memory.scan_segments(
     params,

@@ -8,6 +8,8 @@ import jax.numpy as jnp
 from memcache_jax import token_layout
 from memcache_jax.caching import _levels, _router
 from memcache_jax.caching._segments import block_level
+from memcache_jax.caching._sparse_read import read_selected
+from memcache_jax.caching._weights import mix
 from memcache_jax.memories._base import Tokens, select_rows
 
 
@@ -40,8 +42,8 @@ def run(cached, params, state, tokens):
     state.count[:, None],
   )
   readable = jnp.broadcast_to(readable, (*tokens.q.shape[:3], slots))
-  weights, own = cached.aggregate.weights(logits, own_logit, readable)
-  y, online = _read(cached, params, state, tokens, weights, own)
+  weights, own, selection = mix(cached.aggregate, logits, own_logit, readable)
+  y, online = _read(cached, params, state, tokens, weights, own, selection)
   lost = _router.beyond(cached.aggregate, cached.segments, state.count, slots)
   y = jnp.where(lost[:, None, None, None], jnp.nan, y)
   y = jnp.where(mask[..., None, None], y, 0.0)
@@ -61,7 +63,7 @@ def run(cached, params, state, tokens):
   return y.astype(tokens.v.dtype), state, weights
 
 
-def _read(cached, params, state, tokens, weights, own):
+def _read(cached, params, state, tokens, weights, own, selection):
   memory = cached.memory
   inner = memory_tokens(memory, tokens, tokens.mask)
   if cached.aggregate.mixes_parameters and not memory.reads_linearly:
@@ -70,7 +72,16 @@ def _read(cached, params, state, tokens, weights, own):
     )
   y, online = memory.scan(params, state.online, inner)
   y = own[..., None] * y.astype(jnp.float32)
-  if weights.shape[-1]:
+  if selection is not None:
+    y += read_selected(
+      memory,
+      params,
+      state.memories,
+      tokens.q,
+      selection.index,
+      selection.weights,
+    )
+  elif weights.shape[-1]:
     y += memory.read_many(params, state.memories, tokens.q, weights)
   return y, online
 

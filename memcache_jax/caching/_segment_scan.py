@@ -11,6 +11,7 @@ from memcache_jax.caching import (
   _next_state,
   _one_pass,
   _router,
+  _sparse_read,
 )
 from memcache_jax.caching._next_state import CallSegments, Written
 from memcache_jax.caching._one_token import memory_tokens
@@ -61,7 +62,11 @@ def _in_two_passes(cached, params, state, layout, tokens, segments):
     cached, params, state, layout, tokens, segments, ends, online
   )
   stored = stored_memories(state, written, segments)
-  weights, own = weigh(cached, stored, segments, tokens)
+  weights, own, selection = weigh(cached, stored, segments, tokens)
+  if selection is not None:
+    y = own[..., None] * y.astype(jnp.float32)
+    y += _read_selected(cached, params, stored, tokens, selection)
+    return y, weights, own, written
   carried = stored.index.shape[1] - y.shape[1] + 1
   parts = []
   for first, last in _bands(y.shape[1]):
@@ -237,6 +242,17 @@ def _read(cached, params, memories, y, start, tokens, valid, own, weights):
   )
   read = memory.read_many(params, memories, q, weights)
   return y + read.reshape(y.shape)
+
+
+def _read_selected(cached, params, stored, tokens, selection):
+  q, index, weights = (
+    rearrange(x, "b g c ... -> b (g c) ...")
+    for x in (tokens.q, selection.index, selection.weights)
+  )
+  y = _sparse_read.read_selected(
+    cached.memory, params, stored.memories, q, index, weights
+  )
+  return y.reshape(*tokens.q.shape[:3], *y.shape[2:])
 
 
 def _mix(weights, memories):

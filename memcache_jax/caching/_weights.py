@@ -7,6 +7,12 @@ import jax.numpy as jnp
 
 from memcache_jax.array_typing import Array, Float, Int, State
 from memcache_jax.caching import _router
+from memcache_jax.caching._aggregators import Selection
+
+# Reading only selected memories takes sorting and moving tokens, and is faster
+# from this many stored memories per selected one on; measured on a CPU, where
+# a read of all of them takes time in proportion to how many they are.
+_SLOTS_PER_SELECTED = 12
 
 
 class Stored(NamedTuple):
@@ -43,7 +49,15 @@ def stored_memories(state, written, segments) -> Stored:
   return jax.tree.map(lambda a, b: jnp.concatenate([a, b], axis=1), old, new)
 
 
-def weigh(cached, stored, segments, tokens):
+class Weighed(NamedTuple):
+  """With which weight tokens read which memory."""
+
+  weights: Float[Array, "*rows s"]
+  own: Float[Array, "*rows"]
+  selection: Selection | None  # where reading only these is faster
+
+
+def weigh(cached, stored, segments, tokens) -> Weighed:
   """Weights [b g c n s] of the stored memories and [b g c n] of the own."""
   aggregate = cached.aggregate
   b, g, c, n, _ = tokens.q.shape
@@ -70,6 +84,21 @@ def weigh(cached, stored, segments, tokens):
   )
   if logits is not None and own_logit is not None:
     logits, own_logit = logits.reshape(shape), own_logit.reshape(shape[:-1])
-  readable = readable[:, :, None, None]
+  weighed = mix(aggregate, logits, own_logit, readable[:, :, None, None])
+  return weighed._replace(
+    weights=jnp.broadcast_to(weighed.weights, shape),
+    own=jnp.broadcast_to(weighed.own, shape[:-1]),
+  )
+
+
+def mix(aggregate, logits, own_logit, readable) -> Weighed:
+  """What the aggregator makes of relevance."""
+  selection = aggregate.select(logits, own_logit, readable)
+  if selection is not None and not _pays(selection, readable.shape[-1]):
+    selection = None
   weights, own = aggregate.weights(logits, own_logit, readable)
-  return jnp.broadcast_to(weights, shape), jnp.broadcast_to(own, shape[:-1])
+  return Weighed(weights, own, selection)
+
+
+def _pays(selection, slots) -> bool:
+  return slots >= _SLOTS_PER_SELECTED * selection.index.shape[-1]
