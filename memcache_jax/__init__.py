@@ -1,6 +1,14 @@
 """Memory Caching for JAX: recurrent memories that grow with the sequence."""
 
-from memcache_jax import caching, decoding, layers, memories, models, ops
+from memcache_jax import (
+  caching,
+  decoding,
+  layers,
+  memories,
+  models,
+  ops,
+  tasks,
+)
 from memcache_jax.token_layout import document_starts
 from memcache_jax.version import __version__
 
@@ -13,4 +21,5 @@ __all__ = [
   "memories",
   "models",
   "ops",
+  "tasks",
 ]

@@ -1,0 +1,36 @@
+"""16 pairs in 256 tokens, a setting of Zoology (arXiv 2312.04927), figure 2.
+
+Command: python -m examples.recall.main --config=configs/mqar/small.py
+  e.g. with --config.memory=attention --config.aggregate=none to compare
+Hardware: made for 2 CPU cores
+Result: not yet run.
+"""
+
+import ml_collections
+
+
+def get_config() -> ml_collections.ConfigDict:
+  """The fields of `examples.recall.settings.Settings`, and the seeds."""
+  return ml_collections.ConfigDict(
+    {
+      # The task.
+      "length": 256,
+      "num_pairs": 16,
+      "vocab_size": 8192,
+      "random_fillers": False,
+      # The model.
+      "memory": "linear",
+      "aggregate": "gated_residual",
+      "segment_length": 32,
+      "dim": 64,
+      "num_layers": 2,
+      "num_heads": 2,
+      # The training.
+      "seeds": (0, 1, 2),
+      "steps": 2000,
+      "batch_size": 64,
+      "learning_rate": 3e-3,
+      "weight_decay": 0.1,
+      "test_rows": 1024,
+    }
+  )

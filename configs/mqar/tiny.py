@@ -1,0 +1,25 @@
+"""A run that shows that everything works, and nothing else.
+
+Command: python -m examples.recall.main --config=configs/mqar/tiny.py
+Hardware: 2 CPU cores
+Result: an accuracy near chance; it trains for 4 steps.
+"""
+
+import ml_collections
+
+from configs.mqar import small
+
+
+def get_config() -> ml_collections.ConfigDict:
+  """The sizes of `small`, made tiny."""
+  config = small.get_config()
+  config.length = 16
+  config.num_pairs = 2
+  config.vocab_size = 32
+  config.dim = 16
+  config.segment_length = 4
+  config.seeds = (0, 1)
+  config.steps = 4
+  config.batch_size = 4
+  config.test_rows = 8
+  return config

@@ -1,0 +1,1 @@
+"""Texts that are part of the checkout, and how they were made."""

@@ -1,0 +1,1 @@
+"""Trains small models on recall tasks and measures what they remember."""

@@ -1,0 +1,111 @@
+"""The model: a few equal blocks around the memory of the settings."""
+
+import functools
+
+import jax
+from flax import nnx
+from jaxtyping import Array, Int
+
+from examples.recall.settings import Settings
+from memcache_jax.caching import (
+  Aggregator,
+  Cached,
+  Constant,
+  GatedResidual,
+  Logarithmic,
+  MemorySoup,
+  Residual,
+  SparseSelective,
+)
+from memcache_jax.memories import (
+  DeepLinear,
+  GatedDelta,
+  Linear,
+  Memory,
+  SlidingWindowLinear,
+  Titans,
+)
+from memcache_jax.models import (
+  AttentionSpec,
+  LanguageModel,
+  MemorySpec,
+  MixerSpec,
+  ModelConfig,
+)
+
+
+def config(settings: Settings) -> ModelConfig:
+  """Blocks of the mixer that the settings name."""
+  return ModelConfig(
+    vocab_size=settings.vocab_size,
+    dim=settings.dim,
+    num_layers=settings.num_layers,
+    pattern=(_mixer(settings),),
+    hidden_dim=2 * settings.dim,
+  )
+
+
+def _mixer(settings: Settings) -> MixerSpec:
+  if settings.memory == "attention":
+    if settings.aggregate != "none":
+      raise ValueError(
+        "`aggregate` must be 'none' for attention, which has no memory to "
+        f"cache: got {settings.aggregate!r}."
+      )
+    return AttentionSpec(settings.num_heads)
+  memory = _memory(settings)
+  if settings.aggregate != "none":
+    kind = Logarithmic if settings.aggregate == "logarithmic" else Constant
+    segments = kind(settings.segment_length)
+    memory = Cached(memory, segments, _aggregator(settings))
+  return MemorySpec(memory, settings.num_heads)
+
+
+def _memory(settings: Settings) -> Memory:
+  match settings.memory:
+    case "linear":
+      return Linear()
+    case "swla":
+      return SlidingWindowLinear()
+    case "dla":
+      return DeepLinear()
+    case "titans":
+      return Titans()
+    case "gated_delta":
+      return GatedDelta()
+  raise ValueError(f"`memory` is unknown: got {settings.memory!r}.")
+
+
+def _aggregator(settings: Settings) -> Aggregator:
+  match settings.aggregate:
+    case "residual":
+      return Residual()
+    case "gated_residual" | "logarithmic":
+      return GatedResidual()
+    case "soup":
+      return MemorySoup()
+    case "sparse":
+      return SparseSelective(top_k=2)
+  raise ValueError(f"`aggregate` is unknown: got {settings.aggregate!r}.")
+
+
+@functools.cache
+def structure(settings: Settings) -> nnx.GraphDef:
+  """All of the model but its numbers."""
+  return nnx.graphdef(nnx.eval_shape(lambda: make(settings, 0)))
+
+
+def make(settings: Settings, seed: int | Int[Array, ""]) -> LanguageModel:
+  """A model with fresh weights."""
+  return LanguageModel(config(settings), rngs=nnx.Rngs(jax.random.key(seed)))
+
+
+def with_params(settings: Settings, params: nnx.State) -> LanguageModel:
+  """A model with these weights."""
+  return nnx.merge(structure(settings), params)
+
+
+@functools.partial(jax.jit, static_argnames="settings")
+def initial_params(settings: Settings, seed: Int[Array, ""]) -> nnx.State:
+  """The weights before the first step; one compilation for all seeds."""
+  return nnx.state(make(settings, seed))

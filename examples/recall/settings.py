@@ -1,0 +1,63 @@
+"""What defines a run; equal settings and an equal seed give equal numbers."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from memcache_jax.tasks import MQAR
+
+MemoryName = Literal[
+  "attention", "linear", "swla", "dla", "titans", "gated_delta"
+]
+AggregateName = Literal[
+  "none", "residual", "gated_residual", "soup", "sparse", "logarithmic"
+]
+
+
+@dataclass(frozen=True)
+class Settings:
+  """Sizes of the task, the model and the training.
+
+  Attributes:
+    length: tokens per row.
+    num_pairs: keys and values to remember.
+    vocab_size: ids of the task and the model.
+    random_fillers: whether blanks are filled with random ids.
+    memory: what every layer remembers with.
+    aggregate: how cached memories are read; "none" caches nothing, and
+      "logarithmic" is the gated residual over logarithmic segments.
+    segment_length: tokens per cached memory.
+    dim: model width.
+    num_layers: blocks.
+    num_heads: heads per layer.
+    steps: updates of the weights.
+    batch_size: rows per step.
+    learning_rate: its peak, after the warm-up.
+    weight_decay: of the weights that `weight_decay_mask` names.
+    test_rows: rows to measure on, the same for every seed.
+  """
+
+  length: int
+  num_pairs: int
+  vocab_size: int
+  random_fillers: bool
+  memory: MemoryName
+  aggregate: AggregateName
+  segment_length: int
+  dim: int
+  num_layers: int
+  num_heads: int
+  steps: int
+  batch_size: int
+  learning_rate: float
+  weight_decay: float
+  test_rows: int
+
+  @property
+  def task(self) -> MQAR:
+    """The source of rows."""
+    return MQAR(
+      length=self.length,
+      num_pairs=self.num_pairs,
+      vocab_size=self.vocab_size,
+      random_fillers=self.random_fillers,
+    )

@@ -1,0 +1,116 @@
+"""One seed: train on an endless stream of rows, measure on fixed ones."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int, PyTree
+
+from examples.recall import model
+from examples.recall.settings import Settings
+from memcache_jax.layers import weight_decay_mask
+from memcache_jax.models import next_token_loss
+from memcache_jax.tasks import token_accuracy
+
+# Streams of random numbers that never meet.
+TRAIN, TEST = 0, 1
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TrainState:
+  """Everything a step changes."""
+
+  params: nnx.State
+  opt_state: PyTree
+
+
+def optimizer(settings: Settings) -> optax.GradientTransformation:
+  """AdamW with warm-up and cosine decay; biases and scales do not decay."""
+  schedule = optax.warmup_cosine_decay_schedule(
+    init_value=0.0,
+    peak_value=settings.learning_rate,
+    warmup_steps=max(1, settings.steps // 10),
+    decay_steps=max(2, settings.steps),
+  )
+  return optax.chain(
+    optax.clip_by_global_norm(1.0),
+    optax.adamw(
+      schedule, weight_decay=settings.weight_decay, mask=weight_decay_mask
+    ),
+  )
+
+
+@functools.partial(jax.jit, static_argnames="settings", donate_argnames="state")
+def train_step(
+  settings: Settings,
+  state: TrainState,
+  tokens: Int[Array, "b t"],
+  targets: Int[Array, "b t"],
+  answer_mask: Bool[Array, "b t"],
+) -> tuple[TrainState, Float[Array, ""]]:
+  """One update; returns the loss on the answers, in nats, before it."""
+
+  def loss(params):
+    logits, _ = model.with_params(settings, params)(tokens)
+    return next_token_loss(logits, targets, answer_mask)
+
+  value, gradient = jax.value_and_grad(loss)(state.params)
+  updates, opt_state = optimizer(settings).update(
+    gradient, state.opt_state, state.params
+  )
+  params = cast(nnx.State, optax.apply_updates(state.params, updates))
+  return TrainState(params, opt_state), value
+
+
+@functools.partial(jax.jit, static_argnames="settings")
+def predict(
+  settings: Settings, params: nnx.State, tokens: Int[Array, "b t"]
+) -> Int[Array, "b t"]:
+  """The likeliest id at every place."""
+  logits, _ = model.with_params(settings, params)(tokens)
+  return jnp.argmax(logits, axis=-1)
+
+
+def train(
+  settings: Settings, seed: int, report: Callable[[int, float], None]
+) -> nnx.State:
+  """Trains from fresh weights; every row is seen once.
+
+  Args:
+    settings: sizes.
+    seed: of the weights and the rows.
+    report: called with the step and its loss, some twenty times.
+  """
+  params = model.initial_params(settings, jnp.asarray(seed))
+  state = TrainState(params, optimizer(settings).init(params))
+  task, every = settings.task, -(-settings.steps // 20)
+  for step in range(1, settings.steps + 1):
+    rng = np.random.default_rng([TRAIN, seed, step])
+    batch = jax.device_put(task.batch(rng, settings.batch_size))
+    state, loss = train_step(
+      settings, state, batch.tokens, batch.targets, batch.answer_mask
+    )
+    if step % every == 0 or step == settings.steps:
+      report(step, float(loss))
+  return state.params
+
+
+def accuracy(settings: Settings, params: nnx.State) -> float:
+  """Token accuracy on the test rows."""
+  rng = np.random.default_rng([TEST])
+  rows = settings.task.batch(rng, settings.test_rows)
+  size = min(settings.batch_size, settings.test_rows)
+  predictions = []
+  for start in range(0, settings.test_rows, size):
+    part = rows.tokens[start : start + size]
+    # The last part is filled up, so that all share one compilation.
+    padded = np.resize(part, (size, settings.length))
+    predictions.append(predict(settings, params, padded)[: len(part)])
+  return token_accuracy(np.concatenate(predictions), rows)
