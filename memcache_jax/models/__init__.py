@@ -5,6 +5,7 @@ from memcache_jax.models._config import (
   MemorySpec,
   MixerSpec,
   ModelConfig,
+  Size,
 )
 from memcache_jax.models._embedding import Embedding
 from memcache_jax.models._language_model import LanguageModel
@@ -18,6 +19,7 @@ __all__ = [
   "MemorySpec",
   "MixerSpec",
   "ModelConfig",
+  "Size",
   "check_token_ids",
   "next_token_loss",
 ]
