@@ -1,15 +1,10 @@
 """Language models from frozen configs."""
 
-from memcache_jax.models._config import (
-  AttentionSpec,
-  MemorySpec,
-  MixerSpec,
-  ModelConfig,
-  Size,
-)
+from memcache_jax.models._config import ModelConfig, Size
 from memcache_jax.models._embedding import Embedding
 from memcache_jax.models._language_model import LanguageModel
 from memcache_jax.models._loss import next_token_loss
+from memcache_jax.models._specs import AttentionSpec, MemorySpec, MixerSpec
 from memcache_jax.models._tokens import check_token_ids
 
 __all__ = [

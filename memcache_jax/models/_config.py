@@ -1,15 +1,13 @@
-"""What a model is, as frozen data: layer specs, sizes, presets."""
+"""What a model is, as frozen data: sizes and presets."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TypeAlias
 
+import jax
 import jax.numpy as jnp
-from flax import nnx
 
 from memcache_jax.array_typing import DType
 from memcache_jax.caching import Cached, Constant, GatedResidual
-from memcache_jax.layers import Attention, MemoryMixer, Mixer
 from memcache_jax.memories import (
   RWKV7,
   DecayedLinear,
@@ -17,88 +15,8 @@ from memcache_jax.memories import (
   Linear,
   Memory,
 )
+from memcache_jax.models._specs import AttentionSpec, MemorySpec, MixerSpec
 from memcache_jax.ops import _checks
-
-
-@dataclass(frozen=True)
-class MemorySpec:
-  """A `MemoryMixer` at a place of the layer pattern.
-
-  Attributes:
-    memory: any memory, cached or not.
-    num_heads: heads.
-    key_dim: width of queries and keys per head; dim / num_heads by default.
-    value_dim: width of values per head; dim / num_heads by default.
-    conv_width: tokens the short convolutions see.
-  """
-
-  memory: Memory
-  num_heads: int
-  key_dim: int | None = None
-  value_dim: int | None = None
-  conv_width: int = 4
-
-  def build(
-    self,
-    dim: int,
-    *,
-    out_scale: float = 1.0,
-    dtype: DType = jnp.float32,
-    param_dtype: DType = jnp.float32,
-    rngs: nnx.Rngs,
-  ) -> Mixer:
-    """Makes the layer."""
-    return MemoryMixer(
-      dim,
-      self.num_heads,
-      self.memory,
-      key_dim=self.key_dim,
-      value_dim=self.value_dim,
-      conv_width=self.conv_width,
-      out_scale=out_scale,
-      dtype=dtype,
-      param_dtype=param_dtype,
-      rngs=rngs,
-    )
-
-
-@dataclass(frozen=True)
-class AttentionSpec:
-  """An `Attention` layer at a place of the layer pattern.
-
-  Attributes:
-    num_heads: heads.
-    window: tokens seen; None for all.
-    head_dim: width per head; dim / num_heads by default.
-  """
-
-  num_heads: int
-  window: int | None = None
-  head_dim: int | None = None
-
-  def build(
-    self,
-    dim: int,
-    *,
-    out_scale: float = 1.0,
-    dtype: DType = jnp.float32,
-    param_dtype: DType = jnp.float32,
-    rngs: nnx.Rngs,
-  ) -> Mixer:
-    """Makes the layer."""
-    return Attention(
-      dim,
-      self.num_heads,
-      window=self.window,
-      head_dim=self.head_dim,
-      out_scale=out_scale,
-      dtype=dtype,
-      param_dtype=param_dtype,
-      rngs=rngs,
-    )
-
-
-MixerSpec: TypeAlias = MemorySpec | AttentionSpec
 
 
 @dataclass(frozen=True)
@@ -154,6 +72,10 @@ class ModelConfig:
     param_dtype: of the stored weights.
     remat: recompute each repetition of the pattern in the backward pass. A
       `jax.checkpoint_policies` policy says what to keep instead of nothing.
+    activations: how the residual stream (b t d) lies over the axes of the mesh
+      in use. It is held so between blocks, which makes the compiler gather
+      weights that are spread over devices, and never the stream. None: as the
+      compiler likes.
   """
 
   vocab_size: int
@@ -165,6 +87,7 @@ class ModelConfig:
   dtype: DType = jnp.float32
   param_dtype: DType = jnp.float32
   remat: bool | Callable = False
+  activations: jax.P | None = None
 
   def __post_init__(self):
     _checks.check_positive(
