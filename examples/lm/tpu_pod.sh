@@ -30,7 +30,10 @@ case ${1:?create, install, train or delete} in
     git archive --prefix=memcache_jax/ --format=tar.gz -o "$NAME.tar.gz" HEAD
     tpu scp "$NAME.tar.gz" "$NAME":source.tar.gz --worker=all
     everywhere "tar xzf source.tar.gz
-      python3.11 -m venv venv
+      python3.11 -m venv venv || {
+        sudo apt-get install -y -q python3.11-venv
+        python3.11 -m venv venv
+      }
       venv/bin/pip install -q -e 'memcache_jax[tpu,train,text]'
       mkdir -p memcache_jax/pod
       mountpoint -q memcache_jax/pod ||

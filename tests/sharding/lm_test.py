@@ -1,6 +1,7 @@
 """`examples.lm` over eight devices, and on fewer after a restart."""
 
 import functools
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -21,7 +22,7 @@ from memcache_jax.testing import assert_close
 
 SETTINGS = Settings(
   model=ModelSettings(
-    family="titans",
+    family="swla",
     caching="grm",
     dim=32,
     num_layers=2,
@@ -108,7 +109,8 @@ def test_eight_then_four_then_one_device_equal_one(tmp_path):
 
 
 def test_weights_and_moments_are_spread():
-  layout, _ = prepared(0)
+  deep = replace(SETTINGS, model=replace(SETTINGS.model, family="titans"))
+  layout = sharding.layout(deep, prepared(0)[0].mesh)
   specs = {
     jax.tree_util.keystr(path, simple=True, separator="."): leaf.spec
     for path, leaf in jax.tree_util.tree_leaves_with_path(layout.state)
