@@ -64,6 +64,7 @@ def random_tokens(
   seed: int = 0,
   mask_probability: float = 0.0,
   start_probability: float = 0.0,
+  end_probability: float = 0.0,
   dtype: DType = jnp.float32,
 ) -> Tokens:
   """Random tokens with the gates the memory asks for.
@@ -76,11 +77,14 @@ def random_tokens(
     seed: of NumPy's generator.
     mask_probability: share of tokens that do not exist.
     start_probability: share of tokens that start a document.
+    end_probability: share of tokens that end a segment, for a memory with
+      explicit segments.
     dtype: of q, k and v.
 
   Returns:
-    Tokens with unit queries and keys. `mask` and `starts` are always present,
-    so that all tokens of one length run through one compiled function.
+    Tokens with unit queries and keys. `mask` and `starts`, and what of
+    `segment_ends` the memory uses, are always present, so that all tokens of
+    one length run through one compiled function.
   """
   rng = np.random.default_rng(seed)
   n, k, v = shape
@@ -90,13 +94,17 @@ def random_tokens(
     name: jnp.asarray(_random_gate(rng, gate, (batch, length, n), k))
     for name, gate in memory.gates().items()
   }
+  flags = lambda probability: jnp.asarray(
+    rng.random((batch, length)) < probability
+  )
   return Tokens(
     q=jnp.asarray(unit(normal(k)), dtype),
     k=jnp.asarray(unit(normal(k)), dtype),
     v=jnp.asarray(normal(v), dtype),
     gates=gates,
-    mask=jnp.asarray(rng.random((batch, length)) >= mask_probability),
-    starts=jnp.asarray(rng.random((batch, length)) < start_probability),
+    mask=~flags(mask_probability),
+    starts=flags(start_probability),
+    segment_ends=flags(end_probability) if memory.uses_segment_ends else None,
     max_unaligned_starts=length if start_probability else 0,
   )
 

@@ -104,6 +104,7 @@ def align(
   position: Int[Array, " b"],
   block: int,
   num_blocks: int,
+  ends: Bool[Array, "b t"] | None = None,
 ) -> Grid:
   """Plans to lay tokens out so that every document starts at a block border.
 
@@ -113,6 +114,8 @@ def align(
     position: tokens already in the open block, in ``[0, block)``.
     block: tokens per block.
     num_blocks: blocks of the grid; a row that needs more overflows.
+    ends: True at tokens after which the next one opens a block, even if the
+      block is not full (ignored where masked).
 
   Returns:
     The plan. Tokens that do not fit have ``placed`` False, and their row
@@ -120,18 +123,9 @@ def align(
   """
   rows = mask.shape[0]
   starts = starts & mask
-  rank = jnp.cumsum(mask, axis=1, dtype=jnp.int32) - 1
-  document = jnp.cumsum(starts, axis=1, dtype=jnp.int32)
-  # Tokens of the row's first document go on from `position`, later ones
-  # count from their own first token.
-  first = _running_max(jnp.where(starts, rank, 0))
-  offset = jnp.where(document == 0, position[:, None] + rank, rank - first)
-  opens = mask & ((offset % block == 0) | starts)
-  index = jnp.cumsum(opens, axis=1, dtype=jnp.int32)
-  index = index - (position == 0).astype(jnp.int32)[:, None]
-
+  offset, index = _places(mask, starts, position, block, ends)
   placed = mask & (index < num_blocks)
-  target = jnp.where(placed, index * block + offset % block, num_blocks * block)
+  target = jnp.where(placed, index * block + offset, num_blocks * block)
   token = jnp.broadcast_to(_indices(mask), mask.shape)
   empty = jnp.full_like(mask, -1, jnp.int32, shape=(rows, num_blocks * block))
   source = put_rows(empty, target, token)
@@ -149,6 +143,53 @@ def align(
     blocks=jnp.minimum(last + 1, num_blocks),
     overflow=last >= num_blocks,
   )
+
+
+def blocks_before(
+  mask: Bool[Array, "b t"],
+  starts: Bool[Array, "b t"],
+  position: Int[Array, " b"],
+  block: int,
+  ends: Bool[Array, "b t"],
+) -> tuple[Int[Array, "b t"], Bool[Array, "b t"]]:
+  """Counts the blocks of its document that come before each token's own.
+
+  Args:
+    mask: as for `align`, like all the others.
+    starts: True at the first token of a document.
+    position: tokens already in the open block.
+    block: tokens per block.
+    ends: True at tokens after which the next one opens a block.
+
+  Returns:
+    Blocks that this call completed or goes on with, and whether the document
+    is the one that was running before the call.
+  """
+  starts = starts & mask
+  index = _places(mask, starts, position, block, ends)[1]
+  first = _running_max(jnp.where(starts, index, 0))
+  running = jnp.cumsum(starts, axis=1, dtype=jnp.int32) == 0
+  return index - first, running
+
+
+def _places(mask, starts, position, block, ends):
+  """Of each token: its offset, modulo the block, and the number of its block.
+
+  Tokens of the row's open run go on from `position`; after a document start,
+  or a flagged end, they count from their own first token.
+  """
+  rank = jnp.cumsum(mask, axis=1, dtype=jnp.int32) - 1
+  first = jnp.where(starts, rank, -1)
+  if ends is not None:
+    after = jnp.where(ends & mask, rank + 1, -1)
+    after = jnp.pad(after, ((0, 0), (1, 0)), constant_values=-1)[:, :-1]
+    first = jnp.maximum(first, after)
+  first = _running_max(first)
+  offset = jnp.where(first < 0, position[:, None] + rank, rank - first)
+  offset = offset % block
+  opens = mask & (offset == 0)
+  index = jnp.cumsum(opens, axis=1, dtype=jnp.int32)
+  return offset, index - (position == 0).astype(jnp.int32)[:, None]
 
 
 def take_tokens(

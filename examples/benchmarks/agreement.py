@@ -44,7 +44,13 @@ def main(argv: list[str] | None = None) -> None:
 
 def _cases() -> list[cases.Case]:
   return [
-    cases.Case("memory-caching", "bare", aggregate, SEGMENT, write_mode, TOKENS)
+    cases.Case(
+      "memory-caching",
+      aggregate=aggregate,
+      segment=SEGMENT,
+      write_mode=write_mode,
+      tokens=TOKENS,
+    )
     for aggregate in ("residual", "grm", "ssc")
     for write_mode in ("independent", "checkpoint")
   ]

@@ -8,6 +8,8 @@ from typing import Literal
 BATCH = 1
 DIM = 128
 HEADS = 4
+# Bias of the learned decays: half of a value is left after some 40 tokens.
+LONG = 4.0
 # For rivals as for us; the loss is the mean of the squared outputs.
 MODES = ("forward_backward", "forward")
 
@@ -25,8 +27,9 @@ class Case:
 
   Attributes:
     library: whose layer it is.
-    layer: "bare": projections q, k, v, u and o around the memory, nothing
-      else. "mixer": the library's full layer.
+    layer: "bare": projections q, k, v, o and those of the gates around the
+      memory, nothing else. "mixer": the library's full layer.
+    memory: "linear", or "gated_delta", the rule of Gated DeltaNet.
     aggregate: how cached memories are read; "none" is a memory without cache.
     segment: tokens per cached memory; 0 without a cache.
     write_mode: whether each segment starts from the initial memory.
@@ -35,6 +38,7 @@ class Case:
 
   library: str = "memcache_jax"
   layer: str = "bare"
+  memory: Literal["linear", "gated_delta"] = "linear"
   aggregate: str = "none"
   segment: int = 0
   write_mode: Literal["independent", "checkpoint"] = "independent"
@@ -83,9 +87,11 @@ def layer_cases(lengths: tuple[int, ...]) -> list[Case]:
     if to_end == 0:
       bare.append(replace(grm, write_mode="checkpoint"))
       mixers += others
-    cases += bare
+    delta = replace(plain, memory="gated_delta")
+    cases += [*bare, delta]
     cases += [replace(case, layer="mixer") for case in mixers]
     cases += [replace(case, library="memory-caching") for case in rivals]
-    for library in ("titans-pytorch", "jax-linear-attention"):
-      cases.append(replace(plain, library=library))
+    cases.append(replace(plain, library="titans-pytorch"))
+    for case in (plain, delta):
+      cases.append(replace(case, library="jax-linear-attention"))
   return cases

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, PyTree
 
-from examples.benchmarks.cases import BATCH, DIM, HEADS, Case
+from examples.benchmarks.cases import BATCH, DIM, HEADS, LONG, Case
+from memcache_jax import numerics
 from memcache_jax.caching import (
   Aggregator,
   Cached,
@@ -19,7 +20,13 @@ from memcache_jax.caching import (
   SparseSelective,
 )
 from memcache_jax.layers import MemoryMixer
-from memcache_jax.memories import HeadShape, Linear, Memory, Tokens
+from memcache_jax.memories import (
+  GatedDelta,
+  HeadShape,
+  Linear,
+  Memory,
+  Tokens,
+)
 
 # The definitions of the ops, or the fastest there are.
 Reference: TypeAlias = Literal["reference"] | None
@@ -42,7 +49,11 @@ class Layer:
 
 def memory(case: Case, implementation: Reference = None) -> Memory:
   """The memory of a case; "reference" takes the definitions of its ops."""
-  inner = Linear(implementation=implementation)
+  match case.memory:
+    case "linear":
+      inner = Linear(implementation=implementation)
+    case "gated_delta":
+      inner = GatedDelta(implementation=implementation)
   if case.aggregate == "none":
     return inner
   return Cached(
@@ -75,23 +86,31 @@ def build(case: Case, implementation: Reference = None) -> Layer:
 
 
 def bare(memory: Memory, params: PyTree | None = None) -> Layer:
-  """Projections without bias around a memory, as memory-caching has them."""
-  names = "qkvuo" if "u" in memory.gates() else "qkvo"
+  """Projections without bias around a memory, as the rivals have them."""
+  names = ("q", "k", "v", *memory.gates(), "o")
+  is_delta = "beta" in names
   if params is None:
     keys = jax.random.split(jax.random.key(0), len(names))
+    width = lambda name: HEADS if name in ("beta", "log_decay") else DIM
     params = {
-      name: jax.random.normal(key, (DIM, DIM)) * DIM**-0.5
+      name: jax.random.normal(key, (DIM, width(name))) * DIM**-0.5
       for name, key in zip(names, keys, strict=True)
     }
 
-  def heads(params, x, name):
-    return (x @ params[name]).reshape(*x.shape[:2], HEADS, -1)
+  def project(params, x, name):
+    y = x @ params[name]
+    match name:
+      case "beta":
+        return jax.nn.sigmoid(y)
+      case "log_decay":
+        return jax.nn.log_sigmoid(y + LONG)
+    y = y.reshape(*x.shape[:2], HEADS, -1)
+    return numerics.l2_normalize(y) if is_delta and name in "qk" else y
 
   def apply(params, x: Float[Array, "b t d"], state):
-    gates = {"u": heads(params, x, "u")} if "u" in names else {}
-    q, k, v = (heads(params, x, name) for name in "qkv")
-    tokens = Tokens(q, k, v, gates)
-    y, state = memory.scan({}, state, tokens)
+    q, k, v = (project(params, x, name) for name in "qkv")
+    gates = {name: project(params, x, name) for name in memory.gates()}
+    y, state = memory.scan({}, state, Tokens(q, k, v, gates))
     return y.reshape(x.shape) @ params["o"], state
 
   def init_state(params, max_length):

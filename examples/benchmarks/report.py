@@ -4,7 +4,16 @@ from typing import NamedTuple
 
 BARE = "bare"
 RIVAL = "memory-caching"
-ROWS = ("library", "layer", "aggregate", "segment", "write_mode", "tokens")
+JAX_RIVAL = "jax-linear-attention"
+ROWS = (
+  "library",
+  "layer",
+  "memory",
+  "aggregate",
+  "segment",
+  "write_mode",
+  "tokens",
+)
 
 
 class Bar(NamedTuple):
@@ -71,12 +80,13 @@ class Times:
 
 
 def bars(records: list[dict]) -> list[Bar]:
-  """The bars of the layer: GRM over linear memory, segment 64, longest."""
+  """GRM over linear memory, segment 64, and the delta rule; longest."""
   times = Times(records)
   tokens = max((r["tokens"] for r in times.records), default=0)
   ours = {
     "library": "memcache_jax",
     "layer": BARE,
+    "memory": "linear",
     "aggregate": "grm",
     "segment": 64,
     "write_mode": "independent",
@@ -85,7 +95,7 @@ def bars(records: list[dict]) -> list[Bar]:
   found = []
   for mode, limit in (("forward", 30.0), ("forward_backward", 50.0)):
     record = times.find(ours, mode)
-    name = mode.replace("_", " + ")
+    name = f"GRM, segment 64, {mode.replace('_', ' + ')}"
     found += [
       Bar(
         f"{name}, {tokens} tokens: faster than memory-caching",
@@ -100,12 +110,25 @@ def bars(records: list[dict]) -> list[Bar]:
         False,
       ),
     ]
+  delta = ours | {"memory": "gated_delta", "aggregate": "none", "segment": 0}
+  mode = "forward_backward"
+  found.append(
+    Bar(
+      f"Gated DeltaNet, forward + backward, {tokens} tokens: "
+      f"time over {JAX_RIVAL}'s",
+      times.ratio(
+        times.find(delta, mode), times.find(delta, mode, library=JAX_RIVAL)
+      ),
+      1.5,
+      False,
+    )
+  )
   return found
 
 
 def bars_table(bars: list[Bar]) -> str:
   lines = [
-    "| bar (GRM, segment 64) | limit | measured | |",
+    "| bar | limit | measured | |",
     "|---|---|---|---|",
   ]
   for bar in bars:
@@ -166,10 +189,15 @@ def _name(record: dict) -> str:
   words = []
   if record["library"] != "memcache_jax":
     words.append(f"{record['library']} {record['version']}:")
+  memory = record["memory"].replace("_", " ")
+  if "titans" in record["library"]:
+    memory = "MLP"
   if record["aggregate"] == "none":
-    words.append("linear" if "titans" not in record["library"] else "MLP")
+    words.append(memory)
   else:
-    words.append(f"linear, {record['aggregate']}, segment {record['segment']}")
+    words.append(
+      f"{memory}, {record['aggregate']}, segment {record['segment']}"
+    )
   if record["write_mode"] != "independent":
     words.append(f"({record['write_mode']})")
   return " ".join(words)

@@ -1,6 +1,7 @@
-"""Times jax-linear-attention's plain linear attention, in its environment.
+"""Times jax-linear-attention's ops, in its environment.
 
-The same function as our uncached bare layer: gates of 1, scores not scaled.
+The same functions as our bare layers without a cache, on the same weights:
+plain linear attention (gates of 1, scores not scaled) and Gated DeltaNet.
 """
 
 import argparse
@@ -19,11 +20,16 @@ def main() -> None:
   import jax.numpy as jnp
   from jla import ops  # pyright: ignore[reportMissingImports]
 
-  keys = jax.random.split(jax.random.key(0), 4)
-  shape = (cases.DIM, cases.DIM)
+  is_delta = case.memory == "gated_delta"
+  gates = ("log_decay", "beta") if is_delta else ()
+  names = ("q", "k", "v", *gates, "o")
+  keys = jax.random.split(jax.random.key(0), len(names))
   params = {
-    name: jax.random.normal(key, shape) * cases.DIM**-0.5
-    for name, key in zip("qkvo", keys, strict=True)
+    name: jax.random.normal(
+      key, (cases.DIM, cases.HEADS if name in gates else cases.DIM)
+    )
+    * cases.DIM**-0.5
+    for name, key in zip(names, keys, strict=True)
   }
   shape = (cases.BATCH, case.tokens, cases.DIM)
   x = jax.random.normal(jax.random.key(9), shape)
@@ -33,15 +39,18 @@ def main() -> None:
       (x @ params[name]).reshape(*x.shape[:2], cases.HEADS, -1)
       for name in "qkv"
     )
+    op, options = "simple_gla", {"g": jnp.zeros(q.shape[:3])}
+    if is_delta:
+      op, options = (
+        "gated_deltanet",
+        {
+          "g": jax.nn.log_sigmoid(x @ params["log_decay"] + cases.LONG),
+          "beta": jax.nn.sigmoid(x @ params["beta"]),
+          "use_qk_l2norm": True,
+        },
+      )
     y, _ = ops.linear_attention(
-      "simple_gla",
-      q,
-      k,
-      v,
-      g=jnp.zeros(q.shape[:3]),
-      scale=1.0,
-      impl="chunked",
-      chunk_size=64,
+      op, q, k, v, scale=1.0, impl="chunked", chunk_size=64, **options
     )
     return y.reshape(x.shape) @ params["o"]
 

@@ -27,6 +27,11 @@ def config(settings: Settings) -> ModelConfig:
   )
 
 
+def structure(settings: Settings) -> nnx.GraphDef:
+  """All of the model but its numbers."""
+  return functional.structure(config(settings))
+
+
 def with_params(settings: Settings, params: nnx.State) -> LanguageModel:
   """A model with these weights."""
   return functional.with_params(config(settings), params)

@@ -32,7 +32,11 @@ def optimizer(settings: Settings) -> optax.GradientTransformation:
 @functools.partial(jax.jit, static_argnames="settings")
 def initial_state(settings: Settings) -> TrainState:
   """The state before the first step."""
-  params = model.initial_params(settings)
+  return begin(settings, model.initial_params(settings))
+
+
+def begin(settings: Settings, params: nnx.State) -> TrainState:
+  """The state of any model before the first step."""
   opt_state = optimizer(settings).init(params)
   return TrainState(jnp.zeros((), jnp.int32), params, opt_state)
 
@@ -42,9 +46,19 @@ def train_step(
   settings: Settings, state: TrainState, batch: Int[Array, "b t_plus_1"]
 ) -> tuple[TrainState, Float[Array, ""]]:
   """One update; returns the loss in bits per byte before it."""
+  return update(settings, model.structure(settings), state, batch)
+
+
+def update(
+  settings: Settings,
+  structure: nnx.GraphDef,
+  state: TrainState,
+  batch: Int[Array, "b t_plus_1"],
+) -> tuple[TrainState, Float[Array, ""]]:
+  """One update of any model, given all of it but its numbers."""
 
   def loss(params):
-    logits, _ = model.with_params(settings, params)(batch[:, :-1])
+    logits, _ = nnx.merge(structure, params)(batch[:, :-1])
     return next_token_loss(logits, batch[:, 1:])
 
   value, gradient = jax.value_and_grad(loss)(state.params)

@@ -9,13 +9,19 @@ from memcache_jax.caching._aggregators import (
   SparseSelective,
 )
 from memcache_jax.caching._cached import Cached, CacheState
-from memcache_jax.caching._segments import Constant, Logarithmic, Segments
+from memcache_jax.caching._segments import (
+  Constant,
+  Explicit,
+  Logarithmic,
+  Segments,
+)
 
 __all__ = [
   "Aggregator",
   "CacheState",
   "Cached",
   "Constant",
+  "Explicit",
   "GatedResidual",
   "Logarithmic",
   "MemorySoup",

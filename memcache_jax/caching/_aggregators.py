@@ -26,21 +26,23 @@ Weights: TypeAlias = tuple[Float[Array, "*rows s"], Float[Array, "*rows"]]
 
 @dataclass(frozen=True)
 class Aggregator:
-  """Base of the ways to combine the online memory with the cached ones.
-
-  Attributes:
-    mixes_parameters: the weights average the parameters of the memories,
-      which are then read once, instead of their reads.
-  """
-
-  mixes_parameters: ClassVar[bool] = False
+  """Base of the ways to combine the online memory with the cached ones."""
 
   # Segments of a document that the gates know; None for any number.
   max_segments: ClassVar[int | None] = None
 
   @property
+  def mixes_parameters(self) -> bool:
+    """The weights average the parameters of the memories, which are then read
+    once, instead of their reads."""
+    return False
+
+  @property
   def router(self) -> GateKind:
-    """Where relevance comes from; "none" when it is not needed."""
+    """Where relevance comes from; "none" when it is not needed.
+
+    Without it all tokens of a segment have the same weights.
+    """
     return "none"
 
   @property
@@ -88,20 +90,60 @@ class Residual(Aggregator):
 
 @dataclass(frozen=True)
 class MovingAverage(Aggregator):
-  r"""The mean of the parameters of all memories, read once; no new weights.
+  r"""The average of all memories, for a model trained without a cache.
 
-  Post-training caching for a model trained without one, Memory Caching
-  (arXiv 2602.24281), section 4.3. For a running memory that is not reset:
-  use it with `write_mode="checkpoint"`.
+  .. math::
+    W^*_t = \frac{1}{s} \Big(W_t^{(s)} + \sum_{i<s} W^{(i)}\Big),
+    \qquad y_t = M(q_t; W^*_t)
+
+  Post-training caching, Memory Caching (arXiv 2602.24281), section 4.3: it has
+  no gates, and so no weights to train. The trained memory was never reset:
+  use it with `write_mode="checkpoint"`. Whether it helps a model is to be
+  measured, not assumed.
+
+  With a `rate` r the average is one that moves with the segments, the online
+  memory as the last of them: `A_1 = W^(1)`, `A_i = (1 - r) A_{i-1} + r W^(i)`.
+
+  Attributes:
+    of: "parameters": they are averaged, and the average is read. "outputs":
+      the memories are read, and the reads averaged; the same for a memory that
+      is linear in its parameters.
+    rate: weight of the newest memory, in (0, 1]; None for equal weights.
+
+  Example:
+    >>> from memcache_jax.caching import Cached, Constant, MovingAverage
+    >>> from memcache_jax.memories import GatedDelta
+    >>> trained = GatedDelta()
+    >>> cached = Cached(trained, Constant(64), MovingAverage(), "checkpoint")
+    >>> cached.gates() == trained.gates()
+    True
   """
 
-  mixes_parameters: ClassVar[bool] = True
+  of: Literal["parameters", "outputs"] = "parameters"
+  rate: float | None = None
+
+  def __post_init__(self):
+    _checks.check_choice(of=(self.of, ("parameters", "outputs")))
+    if self.rate is not None:
+      _checks.check_number(rate=self.rate, low=0, high=1, open_low=True)
+
+  @property
+  def mixes_parameters(self) -> bool:
+    return self.of == "parameters"
 
   def weights(self, logits, own_logit, readable) -> Weights:
     del logits, own_logit
     ones = readable.astype(jnp.float32)
-    total = 1.0 + jnp.sum(ones, axis=-1)
-    return ones / total[..., None], 1.0 / total
+    total = jnp.sum(ones, axis=-1)
+    if self.rate is None:
+      total = 1.0 + total
+      return ones / total[..., None], 1.0 / total
+    # Memories come oldest first: how often each has been averaged with newer
+    # ones, the online one included. The oldest entered with weight 1.
+    times = 1.0 + total[..., None] - jnp.cumsum(ones, axis=-1)
+    first = times == total[..., None]
+    weights = (1.0 - self.rate) ** times * jnp.where(first, 1.0, self.rate)
+    return weights * ones, jnp.where(total > 0, self.rate, 1.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,7 +218,7 @@ class MemorySoup(_Gated):
     \qquad y_t = M(q_t; W^*_t)
 
   Memory Caching (arXiv 2602.24281), Eq. 14-15. Equal to `GatedResidual` where
-  reading is linear in the parameters.
+  reading is linear in the parameters. With gate "none" parameters add up.
 
   Attributes:
     gate: where relevance comes from; see the module.
@@ -185,7 +227,9 @@ class MemorySoup(_Gated):
       of later segments become nan.
   """
 
-  mixes_parameters: ClassVar[bool] = True
+  @property
+  def mixes_parameters(self) -> bool:
+    return True
 
 
 @dataclass(frozen=True)

@@ -42,8 +42,8 @@ class Cached(Memory):
 
   Attributes:
     memory: what is written within a segment; any memory.
-    segments: where a document is cut: `Constant(length)` or
-      `Logarithmic(length)`.
+    segments: where a document is cut: `Constant(length)`,
+      `Explicit(length, max_segments)` or `Logarithmic(length)`.
     aggregate: how cached and online memories are read together.
     write_mode: "independent": every segment starts from the initial memory,
       in parallel. "checkpoint": one running memory, of which the cache holds
@@ -83,6 +83,10 @@ class Cached(Memory):
       raise ValueError(
         f"`memory` and `aggregate` must not share gate names: got {taken}."
       )
+
+  @property
+  def uses_segment_ends(self) -> bool:
+    return self.segments.max_flagged > 0
 
   def gates(self) -> Mapping[str, Gate]:
     return {**self.memory.gates(), **self.aggregate.gates()}

@@ -25,6 +25,7 @@ class Layout:
     tokens: tokens of the call.
     valid: places that hold a token.
     fresh: segments at which a document starts.
+    ended: segments that a flagged token ended.
     last: the last segment in use.
   """
 
@@ -34,6 +35,7 @@ class Layout:
   valid: Bool[Array, "b g c"] | None
   fresh: Bool[Array, "b g"] | None
   last: Int[Array, " b"] | int
+  ended: Bool[Array, "b g"] | None = None
 
   def spread(self, tree: PyTree) -> PyTree:
     """[b t ...] -> [b g c ...]; empty places hold zeros."""
@@ -64,14 +66,12 @@ class Layout:
     return x.reshape(x.shape[0], -1, self.length, *x.shape[2:])
 
 
-def lay_out(
-  tokens: Tokens, position: Int[Array, " b"] | None, segments
-) -> Layout:
+def lay_out(tokens: Tokens, state, segments) -> Layout:
   """Plans the segments of a call.
 
   Args:
     tokens: the tokens of the call.
-    position: tokens in the open segment; None for a new sequence.
+    state: of the cache before it; None for a new sequence.
     segments: where to cut.
 
   Raises:
@@ -79,7 +79,10 @@ def lay_out(
   """
   b, t = tokens.q.shape[:2]
   length = segments.length
-  if position is None and tokens.mask is None and tokens.starts is None:
+  ends = tokens.segment_ends
+  if state is None and all(
+    flags is None for flags in (tokens.mask, tokens.starts, ends)
+  ):
     blocks = -(-t // length)
     valid = None
     if t % length:
@@ -88,13 +91,28 @@ def lay_out(
     return Layout(None, length, t, valid, None, blocks - 1)
   mask = jnp.ones((b, t), bool) if tokens.mask is None else tokens.mask
   starts = jnp.zeros((b, t), bool) if tokens.starts is None else tokens.starts
-  if position is None:
+  if state is None:
     blocks = -(-t // length) + _unaligned_starts(tokens)
     position = jnp.zeros((b,), jnp.int32)
   else:
     blocks = segments.blocks(t, _unaligned_starts(tokens))
-  grid = token_layout.align(mask, starts, position, length, blocks)
-  return Layout(grid, length, t, grid.valid, grid.fresh, grid.blocks - 1)
+    position = state.position
+  ended = None
+  if ends is not None:
+    blocks = min(blocks + segments.max_flagged, t + 1)
+    number, running = token_layout.blocks_before(
+      mask, starts, position, length, ends
+    )
+    if state is not None:
+      number += jnp.where(running, state.count[:, None], 0)
+    # Beyond its room a document is lost, and needs no rows of its own.
+    ends &= mask & (number < segments.max_flagged)
+  grid = token_layout.align(mask, starts, position, length, blocks, ends)
+  if ends is not None:
+    row = jnp.where(grid.placed & ends, grid.target // length, blocks)
+    ended = jnp.full_like(mask, False, shape=(b, blocks))
+    ended = token_layout.put_rows(ended, row, ends)
+  return Layout(grid, length, t, grid.valid, grid.fresh, grid.blocks - 1, ended)
 
 
 def _unaligned_starts(tokens: Tokens) -> int:

@@ -53,6 +53,9 @@ def run(cached, params, state, tokens):
     levels=_write_levels(cached, params, state, tokens, mask),
   )
   done = position == cached.segments.length
+  if tokens.segment_ends is not None:
+    known = state.count < cached.segments.max_flagged
+    done |= (tokens.segment_ends & mask)[:, 0] & known
   state = _cache(cached, params, after, done, tokens.head_shape)
   weights = jnp.concatenate([weights, own[..., None]], axis=-1)
   return y.astype(tokens.v.dtype), state, weights
@@ -102,7 +105,7 @@ def _cache(cached, params, state, done, shape):
   if slots == 0:  # no room; `beyond` sees to what comes after
     return _open(cached, params, state, done, shape)
   snapshot, total = memory.snapshot(state.online), state.pool
-  count = jnp.full((b,), cached.segments.length)
+  count = state.position
   if state.levels is not None:
     snapshot, total = _levels.finished(
       memory, state.levels, state.count, snapshot, total

@@ -67,7 +67,7 @@ def beyond(
   aggregate: Aggregator,
   segments: Segments,
   index: Int[Array, "*rows"],
-  slots: int | None,
+  slots: int,
 ) -> Bool[Array, "*rows"]:
   """Which segments have no right result: too much came before them.
 
@@ -75,9 +75,9 @@ def beyond(
     aggregate: may know a limited number of segments.
     segments: know for how many the slots suffice.
     index: number of the segment in its document.
-    slots: memories that the state can hold; None for as many as needed.
+    slots: memories that the state can hold.
   """
-  limits = [] if slots is None else [segments.limit(slots)]
+  limit = segments.limit(slots)
   if aggregate.max_segments is not None:
-    limits.append(aggregate.max_segments)
-  return index >= min(limits, default=jnp.iinfo(jnp.int32).max)
+    limit = min(limit, aggregate.max_segments)
+  return index >= limit

@@ -24,8 +24,7 @@ _SEGMENTS_PER_BAND = 4
 
 def run(cached, params, state, tokens):
   """Writes and reads many tokens; returns y, state and weights."""
-  position = None if state is None else state.position
-  layout = _layout.lay_out(tokens, position, cached.segments)
+  layout = _layout.lay_out(tokens, state, cached.segments)
   inner = Tokens(tokens.q, tokens.k, tokens.v, dict(tokens.gates))
   inner = layout.spread(inner)
   segments = _describe(cached, state, layout, inner.k)
@@ -46,11 +45,11 @@ def run(cached, params, state, tokens):
     memories = jax.tree.map(lambda x, s=slots: x[:, :s], stored.memories)
     parts.append(_read(cached, params, memories, *band))
   y = jnp.concatenate(parts, axis=1)
+  slots = carried
+  if state is None:
+    slots = cached.segments.capacity(tokens.q.shape[1])
   lost = _router.beyond(
-    cached.aggregate,
-    cached.segments,
-    segments.index,
-    None if state is None else carried,
+    cached.aggregate, cached.segments, segments.index, slots
   )
   y = jnp.where(lost[:, :, None, None, None], jnp.nan, y)
   y = layout.collect(y.astype(tokens.v.dtype))
@@ -97,6 +96,8 @@ def _describe(cached, state, layout, k) -> CallSegments:
     )
     count = count.at[:, 0].add(jnp.where(goes_on, state.position, 0)[:, None])
   complete = count[:, :, -1] == c
+  if layout.ended is not None:
+    complete |= layout.ended
   return CallSegments(
     count,
     added,
@@ -253,25 +254,42 @@ def _weigh(cached, stored, segments, tokens):
 
 def _read(cached, params, memories, y, start, tokens, valid, own, weights):
   """Reads [b g c n v] of the stored memories and the online one, combined."""
-  memory = cached.memory
-  if cached.aggregate.mixes_parameters and not memory.reads_linearly:
+  memory, aggregate = cached.memory, cached.aggregate
+  soup = aggregate.mixes_parameters and not memory.reads_linearly
+  axis = None  # the memories are those of all segments
+  alike = aggregate.router == "none" and weights.shape[-1] > 1
+  if alike and (soup or memory.reads_linearly):
+    # All tokens of a segment mix alike: it needs one mix, and one read of it.
+    mix = lambda x: _mix(weights[:, :, 0, 0], x)[:, :, None]
+    memories, axis = jax.tree.map(mix, memories), 1
+    weights = jnp.ones_like(weights, shape=(*weights.shape[:-1], 1))
+  if soup:
     tokens = memory_tokens(memory, tokens, valid)
 
-    def soup(start, tokens, weights, own):
+    def read_soup(start, tokens, weights, own, memories):
       return memory.scan_soup(params, start, tokens, memories, weights, own)[0]
 
-    return jax.vmap(soup, in_axes=1, out_axes=1)(start, tokens, weights, own)
+    read = jax.vmap(read_soup, in_axes=(1, 1, 1, 1, axis), out_axes=1)
+    return read(start, tokens, weights, own, memories)
   y = own[..., None] * y.astype(jnp.float32)
   if weights.shape[-1] == 0:
     return y
-  b, g, c, n, k = tokens.q.shape
-  read = memory.read_many(
-    params,
-    memories,
-    tokens.q.reshape(b, g * c, n, k),
-    weights.reshape(b, g * c, n, -1),
-  )
+  if axis == 1:
+    q, weights, memories = _fold((tokens.q, weights, memories))
+    read = memory.read_many(params, memories, q, weights)
+    return y + _unfold(read, y.shape[1])
+  q, weights = jax.tree.map(_join, (tokens.q, weights))
+  read = memory.read_many(params, memories, q, weights)
   return y + read.reshape(y.shape)
+
+
+def _mix(weights, memories):
+  """[b g s] and [b s ...] -> [b g ...]."""
+  return jnp.einsum("bgs,bs...->bg...", weights, memories, precision="highest")
+
+
+def _join(x):
+  return rearrange(x, "b g c ... -> b (g c) ...")
 
 
 def _fold(tree):

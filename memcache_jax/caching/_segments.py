@@ -27,6 +27,11 @@ class Segments:
   def __post_init__(self):
     _checks.check_positive(length=self.length)
 
+  @property
+  def max_flagged(self) -> int:
+    """Segments of a document that a flagged token may end."""
+    return 0
+
   def capacity(self, max_length: int) -> int:
     """Memories to keep over a document of `max_length` tokens."""
     raise NotImplementedError
@@ -71,6 +76,53 @@ class Constant(Segments):
     self, n: Int[Array, "*#rows"], stored: Int[Array, "*#rows"]
   ) -> Bool[Array, "*#rows"]:
     return (stored >= 0) & (stored < n)
+
+
+@dataclass(frozen=True)
+class Explicit(Constant):
+  """Segments that end where the user says: sentences, turns, paragraphs.
+
+  A segment ends at a token that `segment_ends` flags, or after `length` tokens
+  at the latest. That it is complete is known at its last token, so a stream
+  never looks ahead. As with constant segments one memory is kept for each, and
+  the cache has room for `max_segments` of a document. What comes after the
+  segment that follows them is nan, and flags mean nothing there.
+
+  A call lays its tokens out in rows of `length`, one row more for each flag,
+  `max_segments + 1` of them at most: choose a length not far above that of a
+  usual segment. Where several documents in one row of a call have more flags
+  than that together, the row becomes nan.
+
+  Attributes:
+    length: most tokens of a segment.
+    max_segments: memories of a document that the cache has room for.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> from flax import nnx
+    >>> from memcache_jax.caching import Cached, Explicit
+    >>> from memcache_jax.layers import MemoryMixer
+    >>> from memcache_jax.memories import Linear
+    >>> memory = Cached(Linear(), Explicit(length=32, max_segments=8))
+    >>> mixer = MemoryMixer(16, 2, memory, rngs=nnx.Rngs(0))
+    >>> ends = jnp.array([[0, 0, 1, 0, 0, 0, 1, 0]], bool)
+    >>> _, state = mixer(jnp.ones((1, 8, 16)), segment_ends=ends)
+    >>> state.memory.count.item(), state.memory.position.item()
+    (2, 1)
+  """
+
+  max_segments: int = 64
+
+  def __post_init__(self):
+    super().__post_init__()
+    _checks.check_positive(max_segments=self.max_segments)
+
+  @property
+  def max_flagged(self) -> int:
+    return self.max_segments + 1
+
+  def capacity(self, max_length: int) -> int:
+    return min(self.max_segments, max_length)
 
 
 @dataclass(frozen=True)

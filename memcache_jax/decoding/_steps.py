@@ -1,5 +1,6 @@
 """The two functions that decoding is made of; pure, for use inside jit."""
 
+import jax
 import jax.numpy as jnp
 
 from memcache_jax.array_typing import Array, Bool, Float, Int, State
@@ -12,6 +13,7 @@ def prefill(
   state: tuple[State, ...],
   *,
   mask: Bool[Array, "b t"] | None = None,
+  segment_ends: Bool[Array, "b t"] | None = None,
 ) -> tuple[Float[Array, "b vocab"], tuple[State, ...]]:
   """Reads a stretch of a prompt, of any length and from any position.
 
@@ -20,6 +22,7 @@ def prefill(
     tokens: ids.
     state: what `model.init_state` or an earlier call returned.
     mask: False for padding, on either side.
+    segment_ends: True at the last token of a segment; see `LanguageModel`.
 
   Returns:
     Logits of the token after the last real one of each row (nan for a row
@@ -37,7 +40,7 @@ def prefill(
     >>> logits.shape
     (1, 256)
   """
-  x, state = model.features(tokens, state, mask=mask)
+  x, state = model.features(tokens, state, mask=mask, segment_ends=segment_ends)
   b, t = tokens.shape
   if t == 0:
     logits = jnp.full((b, model.config.vocab_size), jnp.nan, jnp.float32)
@@ -57,6 +60,7 @@ def decode_step(
   state: tuple[State, ...],
   *,
   mask: Bool[Array, " b"] | None = None,
+  segment_ends: Bool[Array, " b"] | None = None,
 ) -> tuple[Float[Array, "b vocab"], tuple[State, ...]]:
   """Reads one token per row.
 
@@ -68,9 +72,12 @@ def decode_step(
     tokens: ids.
     state: what `prefill` or an earlier step returned.
     mask: False for rows that have no token in this step.
+    segment_ends: True for rows in which a segment ends with this token.
 
   Returns:
     Logits of the token after it, and the state.
   """
-  mask = None if mask is None else mask[:, None]
-  return prefill(model, tokens[:, None], state, mask=mask)
+  tokens, mask, segment_ends = jax.tree.map(
+    lambda x: x[:, None], (tokens, mask, segment_ends)
+  )
+  return prefill(model, tokens, state, mask=mask, segment_ends=segment_ends)

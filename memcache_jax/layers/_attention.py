@@ -132,9 +132,12 @@ class Attention(Mixer):
     mask: Bool[Array, "b t"] | None = None,
     starts: Bool[Array, "b t"] | None = None,
     max_unaligned_starts: int | None = None,
+    segment_ends: Bool[Array, "b t"] | None = None,
   ) -> tuple[Float[Array, "b t d"], AttentionState]:
     """Mixes a stretch of tokens; see `Mixer`."""
     del max_unaligned_starts  # Attention has no grid.
+    if segment_ends is not None:
+      raise ValueError("`segment_ends` must be None for attention: got flags.")
     check_inputs(x, self.dim, mask, starts)
     check_state_kind(state, AttentionState)
     front = to_front(x, mask, starts)

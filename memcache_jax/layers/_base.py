@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 
@@ -23,6 +24,11 @@ class Mixer(nnx.Module):
 
   dim: int
 
+  @property
+  def uses_segment_ends(self) -> bool:
+    """Whether `segment_ends` means anything to the layer."""
+    return False
+
   def init_state(self, batch: int, max_length: int) -> State:
     """The state before the first token.
 
@@ -41,6 +47,7 @@ class Mixer(nnx.Module):
     mask: Bool[Array, "b t"] | None = None,
     starts: Bool[Array, "b t"] | None = None,
     max_unaligned_starts: int | None = None,
+    segment_ends: Bool[Array, "b t"] | None = None,
   ) -> tuple[Float[Array, "b t d"], State]:
     """Mixes a stretch of tokens.
 
@@ -54,6 +61,8 @@ class Mixer(nnx.Module):
         forgotten. Ignored on masked tokens.
       max_unaligned_starts: most document starts per row that may lie off the
         grid of the memory, see `memories.Tokens`.
+      segment_ends: True at the last token of a segment, for memories with
+        `caching.Explicit` segments only. Ignored on masked tokens.
 
     Returns:
       y and the state after the last token.
@@ -62,14 +71,23 @@ class Mixer(nnx.Module):
 
 
 def check_inputs(
-  x: Array, dim: int, mask: Array | None, starts: Array | None
+  x: Array,
+  dim: int,
+  mask: Array | None,
+  starts: Array | None,
+  segment_ends: Array | None = None,
 ) -> None:
   """Raises ValueError unless x is [b t dim] and the flags fit it."""
   _checks.check_shapes(
-    {"x": (x, "b t d"), "mask": (mask, "b t"), "starts": (starts, "b t")}
+    {
+      "x": (x, "b t d"),
+      "mask": (mask, "b t"),
+      "starts": (starts, "b t"),
+      "segment_ends": (segment_ends, "b t"),
+    }
   )
   _checks.check_floating(x=x)
-  _checks.check_bool(mask=mask, starts=starts)
+  _checks.check_bool(mask=mask, starts=starts, segment_ends=segment_ends)
   if x.shape[2] != dim:
     raise ValueError(
       f"`x` must have axes (b t d) with d={dim}, the width of the layer: "
@@ -126,6 +144,7 @@ class Front(NamedTuple):
 
   x: Float[Array, "b t ..."]  # zeros behind the real tokens
   starts: Bool[Array, "b t"] | None
+  segment_ends: Bool[Array, "b t"] | None
   plan: token_layout.Compaction | None
 
   @property
@@ -150,6 +169,7 @@ def to_front(
   x: Float[Array, "b t ..."],
   mask: Bool[Array, "b t"] | None,
   starts: Bool[Array, "b t"] | None,
+  segment_ends: Bool[Array, "b t"] | None = None,
 ) -> Front:
   """Moves real tokens to the front. What masked ones hold, even nan, is lost.
 
@@ -157,14 +177,15 @@ def to_front(
     x: inputs.
     mask: False for tokens that do not exist.
     starts: True where a document starts.
+    segment_ends: True where a segment ends.
   """
   if mask is None:
-    return Front(x, starts, None)
+    return Front(x, starts, segment_ends, None)
   plan = token_layout.compact(mask)
   x = token_layout.zero_masked(x, mask)
-  if starts is not None:
-    starts = token_layout.take_tokens(starts & mask, plan.source)
-  return Front(token_layout.take_tokens(x, plan.source), starts, plan)
+  flags = jax.tree.map(lambda flag: flag & mask, (starts, segment_ends))
+  x, (starts, segment_ends) = token_layout.take_tokens((x, flags), plan.source)
+  return Front(x, starts, segment_ends, plan)
 
 
 def empty_like(x: Float[Array, "b t ..."], length: int) -> Array:

@@ -56,6 +56,11 @@ class Block(nnx.Module):
       rngs=rngs,
     )
 
+  @property
+  def uses_segment_ends(self) -> bool:
+    """Whether `segment_ends` means anything to the mixer."""
+    return self.mixer.uses_segment_ends
+
   def init_state(self, batch: int, max_length: int) -> State:
     """The state before the first token; see `Mixer.init_state`."""
     return self.mixer.init_state(batch, max_length)
@@ -68,6 +73,7 @@ class Block(nnx.Module):
     mask: Bool[Array, "b t"] | None = None,
     starts: Bool[Array, "b t"] | None = None,
     max_unaligned_starts: int | None = None,
+    segment_ends: Bool[Array, "b t"] | None = None,
   ) -> tuple[Float[Array, "b t d"], State]:
     """Transforms a stretch of tokens; see `Mixer`, but x is as it comes."""
     check_inputs(x, self.mixer.dim, mask, starts)
@@ -80,6 +86,7 @@ class Block(nnx.Module):
       mask=mask,
       starts=starts,
       max_unaligned_starts=max_unaligned_starts,
+      segment_ends=segment_ends,
     )
     return self._feed(x + y), state
 
@@ -91,6 +98,7 @@ class Block(nnx.Module):
     mask: Bool[Array, "b t"] | None = None,
     starts: Bool[Array, "b t"] | None = None,
     max_unaligned_starts: int | None = None,
+    segment_ends: Bool[Array, "b t"] | None = None,
   ) -> tuple[Float[Array, "b t d"], State, Float[Array, "b t n s_and_online"]]:
     """Like calling the block, and returns the mixer's gates too.
 
@@ -112,6 +120,7 @@ class Block(nnx.Module):
       mask=mask,
       starts=starts,
       max_unaligned_starts=max_unaligned_starts,
+      segment_ends=segment_ends,
     )
     return self._feed(x + y), state, weights
 

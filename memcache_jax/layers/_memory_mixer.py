@@ -119,6 +119,10 @@ class MemoryMixer(Mixer):
     params = memory.init_params(rngs.params(), shape)
     self.initial = nnx.data(jax.tree.map(InitialMemory, params))
 
+  @property
+  def uses_segment_ends(self) -> bool:
+    return self.memory.uses_segment_ends
+
   def init_state(self, batch: int, max_length: int) -> MixerState:
     """The state before the first token; see `Mixer.init_state`."""
     _checks.check_positive(batch=batch, max_length=max_length)
@@ -139,11 +143,12 @@ class MemoryMixer(Mixer):
     mask: Bool[Array, "b t"] | None = None,
     starts: Bool[Array, "b t"] | None = None,
     max_unaligned_starts: int | None = None,
+    segment_ends: Bool[Array, "b t"] | None = None,
   ) -> tuple[Float[Array, "b t d"], MixerState]:
     """Mixes a stretch of tokens; see `Mixer`."""
-    check_inputs(x, self.dim, mask, starts)
+    check_inputs(x, self.dim, mask, starts, segment_ends)
     check_state_kind(state, MixerState)
-    front = to_front(x, mask, starts)
+    front = to_front(x, mask, starts, segment_ends)
     tokens, tails = self._tokens(front, state, max_unaligned_starts)
     y, memory = self.memory.scan(
       self._memory_params(), None if state is None else state.memory, tokens
@@ -158,6 +163,7 @@ class MemoryMixer(Mixer):
     mask: Bool[Array, "b t"] | None = None,
     starts: Bool[Array, "b t"] | None = None,
     max_unaligned_starts: int | None = None,
+    segment_ends: Bool[Array, "b t"] | None = None,
   ) -> tuple[
     Float[Array, "b t d"], MixerState, Float[Array, "b t n s_and_online"]
   ]:
@@ -175,9 +181,9 @@ class MemoryMixer(Mixer):
       raise ValueError(
         f"`memory` must be a cached one to be inspected: got {self.memory!r}."
       )
-    check_inputs(x, self.dim, mask, starts)
+    check_inputs(x, self.dim, mask, starts, segment_ends)
     check_state_kind(state, MixerState)
-    front = to_front(x, mask, starts)
+    front = to_front(x, mask, starts, segment_ends)
     tokens, tails = self._tokens(front, state, max_unaligned_starts)
     y, memory, weights = inspect(
       self._memory_params(), None if state is None else state.memory, tokens
@@ -203,6 +209,7 @@ class MemoryMixer(Mixer):
       mask=front.valid,
       starts=front.starts,
       max_unaligned_starts=max_unaligned_starts,
+      segment_ends=front.segment_ends,
     )
     return tokens, MixerState(tails["q"], tails["k"], tails["v"], None)
 

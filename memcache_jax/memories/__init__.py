@@ -7,6 +7,7 @@ from memcache_jax.memories._base import (
   Tokens,
   scan_tokens,
 )
+from memcache_jax.memories._cell import Cell
 from memcache_jax.memories._deep import (
   TTTMLP,
   Atlas,
@@ -37,6 +38,7 @@ __all__ = [
   "RWKV7",
   "TTTMLP",
   "Atlas",
+  "Cell",
   "DecayedLinear",
   "DeepLinear",
   "DeepSlidingWindow",

@@ -42,6 +42,8 @@ class Tokens:
       the padded layout, so that under `jax.jit` it has to be given whenever
       `starts` is; a row with more of them becomes nan. 0 for documents packed
       to segment borders.
+    segment_ends: True at the last token of a segment [b t], for memories with
+      `Explicit` segments only. Ignored on masked tokens.
   """
 
   q: Leaf
@@ -53,6 +55,7 @@ class Tokens:
   max_unaligned_starts: int | None = field(
     default=None, metadata={"static": True}
   )
+  segment_ends: Leaf = None
 
   @property
   def head_shape(self) -> HeadShape:
@@ -73,6 +76,11 @@ class Memory:
   """
 
   reads_linearly: ClassVar[bool] = False
+
+  @property
+  def uses_segment_ends(self) -> bool:
+    """Whether `Tokens.segment_ends` means anything to it."""
+    return False
 
   def gates(self) -> Mapping[str, Gate]:
     """The gates the memory wants for every token, by name."""
@@ -254,7 +262,13 @@ def check_tokens(memory: Memory, tokens: Tokens) -> None:
     "v": (tokens.v, "b t n v"),
     "mask": (tokens.mask, "b t"),
     "starts": (tokens.starts, "b t"),
+    "segment_ends": (tokens.segment_ends, "b t"),
   }
+  if tokens.segment_ends is not None and not memory.uses_segment_ends:
+    raise ValueError(
+      "`segment_ends` must be None for a memory without explicit segments: "
+      f"got flags for {memory}."
+    )
   wanted = memory.gates()
   if set(wanted) != set(tokens.gates):
     raise ValueError(
@@ -267,7 +281,9 @@ def check_tokens(memory: Memory, tokens: Tokens) -> None:
   _checks.check_shapes(specs)
   _checks.check_floating(q=tokens.q, k=tokens.k, v=tokens.v, **tokens.gates)
   _checks.check_same_dtype(q=tokens.q, k=tokens.k, v=tokens.v)
-  _checks.check_bool(mask=tokens.mask, starts=tokens.starts)
+  _checks.check_bool(
+    mask=tokens.mask, starts=tokens.starts, segment_ends=tokens.segment_ends
+  )
   bound = tokens.max_unaligned_starts
   if bound is not None and (not isinstance(bound, int) or bound < 0):
     raise ValueError(

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from memcache_jax.array_typing import Array, Float, Params, PRNGKeyArray, State
 from memcache_jax.memories._base import Gate, HeadShape, Tokens, check_tokens
-from memcache_jax.memories._linear import _MatrixMemory
+from memcache_jax.memories._matrix import MatrixMemory
 from memcache_jax.ops import _checks
 from memcache_jax.ops.delta_rule import delta_rule
 from memcache_jax.ops.diagonal_delta_rule import diagonal_delta_rule
@@ -19,7 +19,7 @@ _INITIAL_SCALE = 0.02
 
 
 @dataclass(frozen=True)
-class _DeltaMemory(_MatrixMemory):
+class _DeltaMemory(MatrixMemory):
   """A matrix memory whose writes depend on what it holds.
 
   Attributes:
@@ -50,9 +50,6 @@ class _DeltaMemory(_MatrixMemory):
     if self.initial == "zero":
       return matrix
     return matrix + params["w"].astype(jnp.float32)[None]
-
-  def snapshot(self, state: State) -> Float[Array, "b n k v"]:
-    return state
 
   def scan(
     self, params: Params, state: State | None, tokens: Tokens
@@ -97,8 +94,9 @@ class Delta(_DeltaMemory):
 
   def __post_init__(self):
     super().__post_init__()
-    if not 0.0 < self.max_beta <= 2.0:
-      raise ValueError(f"`max_beta` must be in (0, 2]: got {self.max_beta}.")
+    beta = self.max_beta
+    if not isinstance(beta, int | float) or not 0.0 < beta <= 2.0:
+      raise ValueError(f"`max_beta` must be a number in (0, 2]: got {beta!r}.")
 
   def gates(self) -> Mapping[str, Gate]:
     return {"beta": Gate("sigmoid", scale=self.max_beta)}
@@ -133,7 +131,7 @@ class GatedDelta(Delta):
     )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RWKV7(_DeltaMemory):
   r"""RWKV-7: decays each key channel, removes along one key, adds another.
 

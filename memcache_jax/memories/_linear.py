@@ -2,39 +2,19 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 import jax.numpy as jnp
 
 from memcache_jax import ops
 from memcache_jax.array_typing import Array, Float, Gates, Params, State
-from memcache_jax.memories._base import (
-  Gate,
-  HeadShape,
-  Memory,
-  Tokens,
-  check_tokens,
-)
+from memcache_jax.memories._base import Gate, HeadShape, Tokens, check_tokens
+from memcache_jax.memories._matrix import MatrixMemory
 from memcache_jax.ops import LinearAttentionState, _checks
-from memcache_jax.ops._dispatch import Implementation
 
 
-@dataclass(frozen=True, kw_only=True)
-class _MatrixMemory(Memory):
-  """A matrix S per head, read as q S; what is written is for subclasses.
-
-  Attributes:
-    chunk_size: tokens computed in parallel; changes speed only.
-    implementation: of the op, None for the fastest.
-  """
-
-  chunk_size: int = 64
-  implementation: Implementation | None = None
-
-  reads_linearly: ClassVar[bool] = True
-
-  def __post_init__(self):
-    _checks.check_positive(chunk_size=self.chunk_size)
+class _LinearMemory(MatrixMemory):
+  """A matrix memory that `linear_attention` writes."""
 
   def _write_window(self) -> int:
     return 1
@@ -63,42 +43,8 @@ class _MatrixMemory(Memory):
       jnp.zeros((batch, tail, n, v), jnp.float32),
     )
 
-  def step(
-    self,
-    params: Params,
-    state: State,
-    k: Float[Array, "b n k"],
-    v: Float[Array, "b n v"],
-    gates: Gates,
-  ) -> State:
-    gates = {name: gate[:, None] for name, gate in gates.items()}
-    k, v = k[:, None], v[:, None]
-    return self.scan(params, state, Tokens(k, k, v, gates))[1]
-
   def snapshot(self, state: State) -> Float[Array, "b n k v"]:
     return state.matrix
-
-  def read(
-    self, params: Params, memory: State, q: Float[Array, "b t n k"]
-  ) -> Float[Array, "b t n v"]:
-    del params
-    one = jnp.ones((*q.shape[:3], 1), jnp.float32)
-    return self._cache_read(q, memory[:, None], one)
-
-  def read_many(
-    self,
-    params: Params,
-    memories: State,
-    q: Float[Array, "b t n k"],
-    weights: Float[Array, "b t n s"],
-  ) -> Float[Array, "b t n v"]:
-    del params
-    return self._cache_read(q, memories, weights)
-
-  def _cache_read(self, q, memories, weights):
-    return ops.cache_read(
-      q, memories, weights, implementation=self.implementation
-    )
 
   def scan(
     self, params: Params, state: State | None, tokens: Tokens
@@ -125,7 +71,7 @@ class _MatrixMemory(Memory):
 
 
 @dataclass(frozen=True)
-class Linear(_MatrixMemory):
+class Linear(_LinearMemory):
   r"""Linear attention: ``S_t = S_{t-1} + k_t^T v_t``, ``y_t = q_t S_t``.
 
   Memory Caching (arXiv 2602.24281), section 4.3; without normaliser, which
@@ -143,7 +89,7 @@ class Linear(_MatrixMemory):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecayedLinear(_MatrixMemory):
+class DecayedLinear(_LinearMemory):
   r"""Linear attention that forgets: ``S_t = a_t S_{t-1} + b_t k_t^T v_t``.
 
   Mamba-2 (arXiv 2405.21060), Eq. 16, and RetNet (arXiv 2307.08621), Eq. 5-7,
@@ -203,7 +149,7 @@ class DecayedLinear(_MatrixMemory):
 
 
 @dataclass(frozen=True)
-class SlidingWindowLinear(_MatrixMemory):
+class SlidingWindowLinear(_LinearMemory):
   r"""SWLA: every token is written again by the following steps.
 
   .. math::

@@ -87,6 +87,7 @@ class LanguageModel(nnx.Module):
     mask: Bool[Array, "b t"] | None = None,
     starts: Bool[Array, "b t"] | None = None,
     max_unaligned_starts: int | None = None,
+    segment_ends: Bool[Array, "b t"] | None = None,
   ) -> tuple[Float[Array, "b t vocab"], tuple[State, ...]]:
     """Logits of the next token after each token.
 
@@ -101,6 +102,8 @@ class LanguageModel(nnx.Module):
         forgotten.
       max_unaligned_starts: most document starts per row and call that may lie
         off the grid of the memories; see `memories.Tokens`.
+      segment_ends: True at the last token of a segment, for the layers whose
+        memories have `caching.Explicit` segments.
 
     Returns:
       Logits in float32, and the state after the last token.
@@ -111,6 +114,7 @@ class LanguageModel(nnx.Module):
       mask=mask,
       starts=starts,
       max_unaligned_starts=max_unaligned_starts,
+      segment_ends=segment_ends,
     )
     return self.logits(x), state
 
@@ -122,6 +126,7 @@ class LanguageModel(nnx.Module):
     mask: Bool[Array, "b t"] | None = None,
     starts: Bool[Array, "b t"] | None = None,
     max_unaligned_starts: int | None = None,
+    segment_ends: Bool[Array, "b t"] | None = None,
   ) -> tuple[Float[Array, "b t d"], tuple[State, ...]]:
     """Like calling the model, but stops before the output layer."""
     _checks.check_shapes(
@@ -129,9 +134,11 @@ class LanguageModel(nnx.Module):
         "tokens": (tokens, "b t"),
         "mask": (mask, "b t"),
         "starts": (starts, "b t"),
+        "segment_ends": (segment_ends, "b t"),
       }
     )
-    _checks.check_bool(mask=mask, starts=starts)
+    _checks.check_bool(mask=mask, starts=starts, segment_ends=segment_ends)
+    self._check_segment_ends(segment_ends)
     check_token_ids(tokens, self.config.vocab_size, mask)
     if state is not None:
       layers = self.config.num_layers
@@ -146,6 +153,7 @@ class LanguageModel(nnx.Module):
       "mask": mask,
       "starts": starts,
       "max_unaligned_starts": max_unaligned_starts,
+      "segment_ends": segment_ends,
     }
     if tokens.shape[1] == 1 and state is not None:
       x, state = self._step(x, state, flags)
@@ -164,26 +172,32 @@ class LanguageModel(nnx.Module):
     tokens: Int[Array, "b t"],
     *,
     mask: Bool[Array, "b t"] | None = None,
+    segment_ends: Bool[Array, "b t"] | None = None,
   ) -> dict[int, Float[Array, "b t n s_and_online"]]:
     """How much every token reads each memory, for looking at and plotting.
 
     Args:
       tokens: ids of new sequences.
       mask: False for tokens that do not exist.
+      segment_ends: True at the last token of a segment.
 
     Returns:
       For every layer with a cached memory, by its number from 0, the weight
       of the cached memories in order and last that of the online one.
     """
+    self._check_segment_ends(segment_ends)
     check_token_ids(tokens, self.config.vocab_size, mask)
     x, gates, layer = self.embedding(tokens, mask), {}, 0
     for group in self._groups():
       for block in group:
+        flags = {"mask": mask}
+        if block.uses_segment_ends:
+          flags["segment_ends"] = segment_ends
         memory = getattr(block.mixer, "memory", None)
         if hasattr(memory, "inspect"):
-          x, _, gates[layer] = block.inspect(x, mask=mask)
+          x, _, gates[layer] = block.inspect(x, **flags)
         else:
-          x, _ = block(x, mask=mask)
+          x, _ = block(x, **flags)
         layer += 1
     return gates
 
@@ -192,6 +206,14 @@ class LanguageModel(nnx.Module):
     if self.config.activations is None:
       return x
     return jax.lax.with_sharding_constraint(x, self.config.activations)
+
+  def _check_segment_ends(self, segment_ends):
+    if segment_ends is None or any(b.uses_segment_ends for b in self.blocks):
+      return
+    raise ValueError(
+      "`segment_ends` must be None for a model without explicit segments: got "
+      f"flags, and the layers {self.config.pattern}."
+    )
 
   def _groups(self):
     """The repetitions of the pattern, each with its own weights."""
@@ -242,7 +264,8 @@ def _apply(group, x, states, flags):
   new_states = []
   for i, block in enumerate(group):
     state = None if states is None else states[i]
-    x, state = block(x, state, **flags)
+    ends = flags["segment_ends"] if block.uses_segment_ends else None
+    x, state = block(x, state, **{**flags, "segment_ends": ends})
     new_states.append(state)
   return x, new_states
 

@@ -61,9 +61,16 @@ def test_a_right_op_is_timed(capsys):
     assert 2 <= record["calls"] <= 3
 
 
-@pytest.mark.parametrize("kind", ["bare", "mixer"])
-def test_the_definition_agrees_with_a_cached_layer(kind):
-  case = cases.Case(layer=kind, aggregate="ssc", segment=4, tokens=14)
+@pytest.mark.parametrize(
+  "case",
+  [
+    cases.Case(aggregate="ssc", segment=4, tokens=14),
+    cases.Case(layer="mixer", aggregate="ssc", segment=4, tokens=14),
+    cases.Case(memory="gated_delta", tokens=14),
+  ],
+  ids=str,
+)
+def test_the_definition_agrees_with_the_layer(case):
   ours = layers.build(case)
   definition = layers.build(case, implementation="reference")
   x = jax.random.normal(jax.random.key(0), (1, 14, cases.DIM))
@@ -104,8 +111,9 @@ def test_a_run_ends_when_a_case_fails(monkeypatch):
     layer.main(["--rival-python=none", "--jax-rival-python=none"])
 
 
-def times(library="memcache_jax", aggregate="grm", segment=64, **cpu_ms):
-  case = cases.Case(library=library, aggregate=aggregate, segment=segment)
+def times(library="memcache_jax", memory="linear", segment=64, **cpu_ms):
+  aggregate = "grm" if segment else "none"
+  case = cases.Case(library, "bare", memory, aggregate, segment)
   record = {**vars(case), "version": "1", "peak_mib": None, "first_call_s": 1}
   return [record | {"mode": m, "cpu_ms": cpu_ms[m]} for m in cases.MODES]
 
@@ -113,14 +121,24 @@ def times(library="memcache_jax", aggregate="grm", segment=64, **cpu_ms):
 def test_bars_say_met_or_missed():
   records = [
     *times(forward=10.0, forward_backward=40.0),
-    *times(aggregate="none", segment=0, forward=4.0, forward_backward=5.0),
-    *times(library="memory-caching", forward=290.0, forward_backward=2e4),
+    *times(segment=0, forward=4.0, forward_backward=5.0),
+    *times("memory-caching", forward=290.0, forward_backward=2e4),
+    *times(memory="gated_delta", segment=0, forward=1.0, forward_backward=3.0),
+    *times(
+      "jax-linear-attention",
+      "gated_delta",
+      segment=0,
+      forward=1.0,
+      forward_backward=4.0,
+    ),
   ]
   bars = report.bars(records)
-  assert [bar.ratio for bar in bars] == [29.0, 2.5, 500.0, 8.0]
-  assert [bar.verdict() for bar in bars] == ["missed", "met", "met", "missed"]
+  assert [bar.ratio for bar in bars] == [29.0, 2.5, 500.0, 8.0, 0.75]
+  met = [bar.verdict() == "met" for bar in bars]
+  assert met == [False, True, True, False, True]
   table = report.layer_table(records, "bare")
-  assert len(table.splitlines()) == 2 + 3
+  assert len(table.splitlines()) == 2 + 5
+  assert "jax-linear-attention 1: gated delta" in table
   assert "29.0x" in table
   assert {bar.verdict() for bar in report.bars([])} == {"not measured"}
 

@@ -78,6 +78,7 @@ def make(memory, seed=0, length=LENGTH, batch=2, mask=0.3, start=0.15, **kw):
     seed=seed,
     mask_probability=mask,
     start_probability=start,
+    end_probability=0.2,
     **kw,
   )
   return replace(tokens, max_unaligned_starts=length)

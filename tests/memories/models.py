@@ -4,10 +4,12 @@ import itertools
 from dataclasses import dataclass
 
 import jax.numpy as jnp
+from flax import nnx
 
 from memcache_jax.caching import (
   Cached,
   Constant,
+  Explicit,
   GatedResidual,
   Logarithmic,
   MemorySoup,
@@ -16,7 +18,10 @@ from memcache_jax.caching import (
   SparseSelective,
 )
 from memcache_jax.memories import (
+  RWKV7,
+  Cell,
   DecayedLinear,
+  Delta,
   GatedDelta,
   HeadShape,
   Linear,
@@ -86,10 +91,18 @@ LOGARITHMIC = (
   Cached(Saturating(), Logarithmic(2), MemorySoup()),
 )
 
-# Memories of the other families, bare and cached.
+# Segments that end where the tokens say.
+EXPLICIT = (
+  Cached(DecayedLinear.mamba2(), Explicit(SEGMENT, 24), SparseSelective(2)),
+)
+
+# Memories of the other families, bare and, the first two, cached.
 OTHERS = (
   GatedDelta(chunk_size=CHUNK),
   Titans(inner_batch=4, architecture=MLP(depth=2, norm=False, residual=False)),
+  Cell(nnx.OptimizedLSTMCell),
+  RWKV7("learned", chunk_size=CHUNK),
+  Delta("learned", max_beta=2.0, chunk_size=CHUNK),
 )
 OTHERS_CACHED = (
   Cached(OTHERS[0], Constant(SEGMENT), SparseSelective(2), "checkpoint"),
@@ -98,6 +111,7 @@ OTHERS_CACHED = (
 
 CACHED = (
   LOGARITHMIC
+  + EXPLICIT
   + OTHERS_CACHED
   + tuple(
     Cached(memory, Constant(SEGMENT), aggregate, write_mode)
@@ -108,8 +122,14 @@ CACHED = (
 )
 
 # Every memory, every aggregator and either write mode several times over: for
-# properties that are slow to compile.
-SELECTION = (*MEMORIES, *OTHERS, *LOGARITHMIC, *OTHERS_CACHED) + tuple(
+# properties that are slow to compile. (Delta is GatedDelta without the decay.)
+SELECTION = (
+  *MEMORIES,
+  *OTHERS[:-1],
+  *LOGARITHMIC,
+  *EXPLICIT,
+  *OTHERS_CACHED,
+) + tuple(
   Cached(memory, Constant(SEGMENT), aggregate, WRITE_MODES[(i + j) % 2])
   for (i, memory), (j, aggregate) in itertools.product(
     enumerate(MEMORIES), enumerate(AGGREGATORS)

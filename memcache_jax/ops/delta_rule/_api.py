@@ -2,8 +2,13 @@
 
 from memcache_jax import token_layout
 from memcache_jax.array_typing import Array, Bool, Float
-from memcache_jax.ops import _checks, _dispatch
-from memcache_jax.ops.delta_rule import _chunked, _chunks, _reference
+from memcache_jax.ops import _dispatch
+from memcache_jax.ops.delta_rule import (
+  _arguments,
+  _chunked,
+  _chunks,
+  _reference,
+)
 
 
 def delta_rule(
@@ -65,25 +70,17 @@ def delta_rule(
     >>> y[0, :, 0, 0].tolist()
     [0.0, 1.0, 2.0]
   """
-  _checks.check_shapes(
-    {
-      "q": (q, "b t n k"),
-      "k": (k, "b t n k"),
-      "v": (v, "b t n v"),
-      "beta": (beta, "b t n"),
-      "log_decay": (log_decay, "b t n"),
-      "state": (state, "b n k v"),
-      "initial": (initial, "n k v"),
-      "mask": (mask, "b t"),
-      "starts": (starts, "b t"),
-    }
+  _arguments.check(
+    q,
+    k,
+    v,
+    gates={"beta": (beta, "b t n"), "log_decay": (log_decay, "b t n")},
+    state=state,
+    initial=initial,
+    mask=mask,
+    starts=starts,
+    chunk_size=chunk_size,
   )
-  _checks.check_floating(
-    q=q, k=k, v=v, beta=beta, log_decay=log_decay, state=state, initial=initial
-  )
-  _checks.check_same_dtype(q=q, k=k, v=v)
-  _checks.check_bool(mask=mask, starts=starts)
-  _checks.check_positive(chunk_size=chunk_size)
   name = _dispatch.resolve("delta_rule", implementation)
   if mask is not None:
     # Whatever a masked token holds, even nan, must not reach a product. All

@@ -4,7 +4,7 @@ Inside a chunk (c rows, e columns) every written value depends on the earlier
 ones through the overlap of their keys. Solving that triangular system makes
 them linear in the state S before the chunk,
 
-  written = U - W S,  S_end = (A_end I - K_end^T W) S + K_end^T U,
+  written = U - W S,  S_end = A_end S + K_end^T written,
 
 and U, W of all chunks are computed in parallel. The README beside this file
 derives it.
@@ -53,13 +53,19 @@ def delta_rule(
   )
   u, w = solved[..., : v.shape[-1]], solved[..., v.shape[-1] :]
 
-  keep, add = _chunk_maps(k, u, w, decays, dtype)
-  if initial is not None:
-    end = decays.fresh[..., -1, None, None]
-    add += end * initial.astype(jnp.float32)[None, None]
-  before, state = _chunks.carry(state, keep, add)
+  end = k.astype(jnp.float32) * decays.between[..., -1, :, None]
+  chunks = (u, w, end, decays.carry[..., -1], decays.fresh[..., -1])
 
-  written = u - numerics.matmul("bgnck,bgnkv->bgncv", w, before, dtype=dtype)
+  def advance(state, u, w, end, keep, fresh):
+    written = u - numerics.matmul("bnck,bnkv->bncv", w, state, dtype=dtype)
+    new = keep[..., None, None] * state
+    new += numerics.matmul("bnck,bncv->bnkv", end, written, dtype=dtype)
+    if initial is not None:
+      new += fresh[..., None, None] * initial.astype(jnp.float32)[None]
+    return new, (state, written)
+
+  (before, written), state = _chunks.scan_chunks(advance, state, chunks)
+
   scores = numerics.matmul("bgnck,bgnek->bgnce", q, k, dtype=dtype)
   y = numerics.matmul(
     "bgnce,bgnev->bgncv", scores * decays.between, written, dtype=dtype
@@ -85,8 +91,7 @@ def _decays(log_decay, starts, initial, shape):
   causal = jnp.tril(jnp.ones((1, 1, 1, c, c), bool))
   fresh = jnp.zeros(shape, jnp.float32)
   if log_decay is None and starts is None:
-    one = jnp.ones((1, 1, 1, c), jnp.float32)
-    return _Decays(causal.astype(jnp.float32), one, fresh)
+    return _Decays(causal.astype(jnp.float32), jnp.ones_like(fresh), fresh)
   if log_decay is None:
     log_decay = jnp.zeros(shape, jnp.float32)
   log_decay = log_decay.astype(jnp.float32)
@@ -100,17 +105,10 @@ def _decays(log_decay, starts, initial, shape):
   return _Decays(between, numerics.masked_exp(logs, counts == 0), fresh)
 
 
-def _chunk_maps(k, u, w, decays, dtype):
-  """What each chunk does to the state: ``S -> keep S + add``."""
-  end = k.astype(jnp.float32) * decays.between[..., -1, :, None]
-  both = jnp.concatenate([u, w], axis=-1)
-  both = numerics.matmul("bgnck,bgncv->bgnkv", end, both, dtype=dtype)
-  add, overwritten = both[..., : u.shape[-1]], both[..., u.shape[-1] :]
-  eye = jnp.eye(k.shape[-1], dtype=jnp.float32)[None, None, None]
-  return decays.carry[..., -1, None, None] * eye - overwritten, add
-
-
 def _read_initial(q, decays, initial):
   """Reads the decayed initial memory of a document begun in the chunk."""
-  read = numerics.matmul("bgnck,nkv->bgncv", q, initial, dtype=q.dtype)
+  # In float32 also for bfloat16 operands, of which XLA's CPU backend cannot
+  # multiply those that share only one batch axis.
+  q, initial = q.astype(jnp.float32), initial.astype(jnp.float32)
+  read = jnp.einsum("bgnck,nkv->bgncv", q, initial, precision="highest")
   return decays.fresh[..., None] * read

@@ -1,10 +1,12 @@
 """What the delta rules have in common: layout in chunks, and the long scan."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from einops import rearrange
 
-from memcache_jax.array_typing import Array, Bool, Float, Shaped
+from memcache_jax.array_typing import Array, Bool, Float, PyTree, Shaped
 
 
 def initial_state(
@@ -71,21 +73,15 @@ def since_start(
   return jnp.where(seen, product, 0.0)
 
 
-def carry(
+def scan_chunks(
+  advance: Callable[..., tuple[Array, PyTree]],
   state: Float[Array, "b n k v"],
-  keep: Float[Array, "b g n k k"],
-  add: Float[Array, "b g n k v"],
-) -> tuple[Float[Array, "b g n k v"], Float[Array, "b n k v"]]:
-  """The memory before each chunk, and after the last one.
+  chunks: PyTree,
+) -> tuple[PyTree, Float[Array, "b n k v"]]:
+  """Runs ``state, out = advance(state, *chunk)`` over the chunks [b g ...].
 
-  A chunk turns S into ``keep S + add``; that is all that is sequential.
+  This is all that is sequential.
   """
-
-  def step(state, inputs):
-    keep, add = inputs
-    new = jnp.einsum("bnkj,bnjv->bnkv", keep, state, precision="highest") + add
-    return new, state
-
-  inputs = (jnp.moveaxis(keep, 1, 0), jnp.moveaxis(add, 1, 0))
-  state, before = jax.lax.scan(step, state, inputs)
-  return jnp.moveaxis(before, 0, 1), state
+  chunks = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), chunks)
+  state, out = jax.lax.scan(lambda s, x: advance(s, *x), state, chunks)
+  return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), out), state

@@ -2,8 +2,8 @@
 
 from memcache_jax import token_layout
 from memcache_jax.array_typing import Array, Bool, Float
-from memcache_jax.ops import _checks, _dispatch
-from memcache_jax.ops.delta_rule import _chunks
+from memcache_jax.ops import _dispatch
+from memcache_jax.ops.delta_rule import _arguments, _chunks
 from memcache_jax.ops.diagonal_delta_rule import _chunked, _reference
 
 
@@ -67,27 +67,21 @@ def diagonal_delta_rule(
     >>> y[0, :, 0, 0].tolist()
     [0.0, 1.0, 2.0]
   """
-  _checks.check_shapes(
-    {
-      "q": (q, "b t n k"),
-      "k": (k, "b t n k"),
-      "v": (v, "b t n v"),
+  _arguments.check(
+    q,
+    k,
+    v,
+    gates={
       "log_decay": (log_decay, "b t n k"),
       "removal_key": (removal_key, "b t n k"),
       "rate": (rate, "b t n k"),
-      "state": (state, "b n k v"),
-      "initial": (initial, "n k v"),
-      "mask": (mask, "b t"),
-      "starts": (starts, "b t"),
-    }
+    },
+    state=state,
+    initial=initial,
+    mask=mask,
+    starts=starts,
+    chunk_size=chunk_size,
   )
-  _checks.check_floating(
-    q=q, k=k, v=v, log_decay=log_decay, removal_key=removal_key, rate=rate
-  )
-  _checks.check_floating(state=state, initial=initial)
-  _checks.check_same_dtype(q=q, k=k, v=v)
-  _checks.check_bool(mask=mask, starts=starts)
-  _checks.check_positive(chunk_size=chunk_size)
   name = _dispatch.resolve("diagonal_delta_rule", implementation)
   if mask is not None:
     # Whatever a masked token holds, even nan, must not reach a product. All

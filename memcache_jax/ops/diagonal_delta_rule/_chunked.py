@@ -168,15 +168,19 @@ def _solve(chunks, v, fresh, state):
   )
   u, w = solved[..., :width], solved[..., width:]
 
-  removed = matmul("bgnck,bgncv->bgnkv", removal, solved)
-  eye = jnp.eye(key.shape[-1], dtype=jnp.float32)[None, None, None]
-  keep = chunks.decay[..., None] * eye - removed[..., width:]
-  add = matmul("bgnck,bgncv->bgnkv", key, v) - removed[..., :width]
+  add = matmul("bgnck,bgncv->bgnkv", key, v)
   if fresh is not None:
     add += fresh.end
-  before, state = _chunks.carry(state, keep, add)
 
-  found = u + matmul("bgnck,bgnkv->bgncv", w, before)
+  def advance(state, u, w, removal, decay, add):
+    found = u + matmul("bnck,bnkv->bncv", w, state)
+    new = decay[..., None] * state + add
+    new -= matmul("bnck,bncv->bnkv", removal, found)
+    return new, (state, found)
+
+  (before, found), state = _chunks.scan_chunks(
+    advance, state, (u, w, removal, chunks.decay, add)
+  )
   y = (
     matmul("bgnck,bgnkv->bgncv", query, before)
     + matmul("bgnce,bgnev->bgncv", by_query[1], v)
