@@ -66,7 +66,9 @@ def parameter_table(state: TrainState) -> Table:
     "over": False,
     "elements": True,
   }.items():
-    table.add_column(name, justify="right" if right else "left")
+    table.add_column(
+      name, justify="right" if right else "left", overflow="fold"
+    )
   total = 0
   for path, leaf in jax.tree_util.tree_leaves_with_path(state.params):
     total += leaf.size

@@ -5,6 +5,7 @@ optimiser are spread over fsdp along the model width, and over tensor along
 heads, hidden units and vocabulary. The compiler inserts the communication.
 """
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ MESH_AXIS = {"d": "fsdp", "n": "tensor", "f": "tensor", "l": "tensor"}
 SMALL = 2**16
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Layout:
   """Shardings of everything a step takes and returns."""
 
@@ -68,8 +69,9 @@ def make_mesh(
   )
 
 
+@functools.cache
 def layout(settings: Settings, mesh: jax.sharding.Mesh) -> Layout:
-  """Where everything lies.
+  """Where everything lies; one object for equal arguments.
 
   Raises:
     InputError: when the rows of a batch cannot be spread evenly.

@@ -153,8 +153,11 @@ def evaluation_step(
   return summed_loss(settings, params, batch, z_loss=0.0)
 
 
+@functools.cache
 def compiled(settings: Settings, shardings) -> tuple:
   """`train_step` and `evaluation_step`, jitted for a layout.
+
+  Sessions of one process share them, and so compile once.
 
   Args:
     settings: of the run.
