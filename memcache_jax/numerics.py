@@ -83,6 +83,19 @@ def decay_runs(
   return logs, counts
 
 
+def running_log_decay(
+  log_decay: Float[Array, "*rows c"],
+) -> tuple[Float[Array, "*rows c"], Float[Array, "*rows c"]]:
+  """`decay_runs` as running sums, of which no matrix is built.
+
+  Sums go on over resets, so that a strong decay before one costs precision
+  after it; the product of decays is the same function of both results.
+  """
+  dead = log_decay < _EXP_UNDERFLOW
+  counts = jnp.cumsum(dead.astype(jnp.float32), axis=-1)
+  return jnp.cumsum(jnp.where(dead, 0.0, log_decay), axis=-1), counts
+
+
 def masked_exp(
   exponent: Float[Array, "*axes"], keep: Bool[Array, "*axes"]
 ) -> Float[Array, "*axes"]:

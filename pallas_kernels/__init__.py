@@ -2,7 +2,7 @@
 
 The folder stands beside the package and is installed inside it. Kernels import
 jax only, are loaded when an op first runs one, and never look at the device
-when imported. There is none yet: every op runs its XLA form.
+when imported. README.md lists them.
 """
 
 __all__: list[str] = []

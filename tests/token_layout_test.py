@@ -15,14 +15,17 @@ positions = hnp.arrays(np.int32, (ROWS,), elements=st.integers(0, BLOCK - 1))
 
 
 @settings(max_examples=60, deadline=None)
-@given(flags, flags, positions)
-def test_align(mask, starts, position):
+@given(flags, flags, positions, st.none() | flags)
+def test_align(mask, starts, position, ends):
   blocks = 12
-  grid = token_layout.align(
-    jnp.asarray(mask), jnp.asarray(starts), jnp.asarray(position), BLOCK, blocks
-  )
+  given = [jnp.asarray(x) for x in (mask, starts, position)]
+  ends = np.zeros_like(mask) if ends is None else ends
+  flagged = jnp.asarray(ends) if np.any(ends) else None
+  grid = token_layout.align(*given, BLOCK, blocks, flagged)
+  before, running = token_layout.blocks_before(*given, BLOCK, jnp.asarray(ends))
   for row in range(ROWS):
     place = int(position[row])
+    first = 0
     fresh = set()
     expected = {}
     for t in range(TOKENS):
@@ -30,9 +33,14 @@ def test_align(mask, starts, position):
         continue
       if starts[row, t]:
         place += -place % BLOCK
-        fresh.add(place // BLOCK)
+        first = place // BLOCK
+        fresh.add(first)
       expected[t] = place
+      assert int(before[row, t]) == place // BLOCK - first
+      assert bool(running[row, t]) == (not fresh)
       place += 1
+      if ends[row, t]:
+        place += -place % BLOCK
     fits = {t: p for t, p in expected.items() if p < blocks * BLOCK}
     assert bool(grid.overflow[row]) == (len(fits) < len(expected))
     valid = np.asarray(grid.valid[row]).reshape(-1)

@@ -7,7 +7,7 @@ python -m examples.benchmarks [the arguments of `layer`]
 import sys
 from pathlib import Path
 
-from examples.benchmarks import compile_time, layer
+from examples.benchmarks import compile_time, deep, layer
 
 RESULTS = Path(__file__).with_name("results")
 
@@ -15,6 +15,8 @@ RESULTS = Path(__file__).with_name("results")
 def main() -> None:
   out = RESULTS / "layer_cpu.jsonl"
   layer.main([f"--out={out}", "--readme", *sys.argv[1:]])
+  out = RESULTS / "deep_cpu.jsonl"
+  deep.main([f"--out={out}", "--readme", *sys.argv[1:]])
   out = RESULTS / "compile_time_cpu.jsonl"
   compile_time.main([f"--out={out}", "--readme"])
 

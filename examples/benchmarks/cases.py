@@ -12,6 +12,8 @@ HEADS = 4
 LONG = 4.0
 # For rivals as for us; the loss is the mean of the squared outputs.
 MODES = ("forward_backward", "forward")
+# Of Titans, next to titans-pytorch.
+INNER_BATCHES = (16, 64, 256)
 
 WORKERS = {
   "memcache_jax": "examples.benchmarks.ours",
@@ -29,7 +31,9 @@ class Case:
     library: whose layer it is.
     layer: "bare": projections q, k, v, o and those of the gates around the
       memory, nothing else. "mixer": the library's full layer.
-    memory: "linear", or "gated_delta", the rule of Gated DeltaNet.
+    memory: what is written: "linear", "gated_delta", "titans" or "dla".
+    inner_batch: tokens whose inner gradients are taken at the same weights,
+      for deep memories: titans-pytorch's chunk; 0 for the library's default.
     aggregate: how cached memories are read; "none" is a memory without cache.
     segment: tokens per cached memory; 0 without a cache.
     write_mode: whether each segment starts from the initial memory.
@@ -38,7 +42,8 @@ class Case:
 
   library: str = "memcache_jax"
   layer: str = "bare"
-  memory: Literal["linear", "gated_delta"] = "linear"
+  memory: Literal["linear", "gated_delta", "titans", "dla"] = "linear"
+  inner_batch: int = 0
   aggregate: str = "none"
   segment: int = 0
   write_mode: Literal["independent", "checkpoint"] = "independent"
@@ -91,7 +96,29 @@ def layer_cases(lengths: tuple[int, ...]) -> list[Case]:
     cases += [*bare, delta]
     cases += [replace(case, layer="mixer") for case in mixers]
     cases += [replace(case, library="memory-caching") for case in rivals]
-    cases.append(replace(plain, library="titans-pytorch"))
+    cases.append(_titans(tokens, 64, library="titans-pytorch"))
     for case in (plain, delta):
       cases.append(replace(case, library="jax-linear-attention"))
   return cases
+
+
+def deep_cases(tokens: int) -> list[Case]:
+  """Everything `python -m examples.benchmarks.deep` times, in order."""
+  cases = []
+  for inner_batch in INNER_BATCHES:
+    ours = _titans(tokens, inner_batch)
+    cases += [ours, replace(ours, library="titans-pytorch")]
+  for memory in ("titans", "dla"):
+    grm = Case(memory=memory, aggregate="grm", segment=64, tokens=tokens)
+    cases += [
+      replace(grm, aggregate="none", segment=0),
+      grm,
+      replace(grm, library="memory-caching"),
+    ]
+  return cases
+
+
+def _titans(tokens: int, inner_batch: int, library="memcache_jax") -> Case:
+  return Case(
+    library=library, memory="titans", inner_batch=inner_batch, tokens=tokens
+  )

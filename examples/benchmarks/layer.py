@@ -24,30 +24,21 @@ LENGTHS = (512, 1024, 2048)
 
 
 def main(argv: list[str] | None = None) -> None:
-  arguments = _parse(argv)
+  arguments = parse(argv, __doc__)
   records = [machine.describe()]
-  pythons = _pythons(arguments)
+  pythons = find_pythons(arguments)
   if pythons["memory-caching"] is not None:
     records += _agreement(pythons["memory-caching"])
-  wanted = [
-    case
-    for case in cases.layer_cases(tuple(arguments.lengths))
-    if pythons[case.library] is not None
-  ]
-  records += _run_all(wanted, pythons, arguments.jobs)
-  text = "".join(json.dumps(record) + "\n" for record in records)
-  if arguments.out is not None:
-    arguments.out.write_text(text)
-  print(markdown(records))
-  if arguments.readme:
-    readme.replace("layer", markdown(records))
+  wanted = cases.layer_cases(tuple(arguments.lengths))
+  records += run_all(wanted, pythons, arguments.jobs)
+  write("layer", records, markdown(records), arguments)
 
 
 def markdown(records: list[dict]) -> str:
   """All tables of a run."""
   parts = [
     machine.sentence(records[0]),
-    report.bars_table(report.bars(records)),
+    report.bars_table(report.bars(records), "GRM, segment 64"),
     "The bare layer: projections around the memory, nothing else.",
     report.layer_table(records, "bare"),
     "The full layer, `MemoryMixer`:",
@@ -61,9 +52,13 @@ def markdown(records: list[dict]) -> str:
   return "\n\n".join(parts)
 
 
-def _parse(argv):
+def parse(
+  argv: list[str] | None, description: str | None
+) -> argparse.Namespace:
+  """The arguments of a run."""
   parser = argparse.ArgumentParser(
-    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    description=description,
+    formatter_class=argparse.RawDescriptionHelpFormatter,
   )
   parser.add_argument(
     "--rival-python",
@@ -88,7 +83,19 @@ def _parse(argv):
   return parser.parse_args(argv)
 
 
-def _pythons(arguments) -> dict[str, str | None]:
+def write(
+  name: str, records: list[dict], text: str, arguments: argparse.Namespace
+) -> None:
+  """Prints the tables of a run, and keeps them where that was asked for."""
+  if arguments.out is not None:
+    lines = "".join(json.dumps(record) + "\n" for record in records)
+    arguments.out.write_text(lines)
+  print(text)
+  if arguments.readme:
+    readme.replace(name, text)
+
+
+def find_pythons(arguments: argparse.Namespace) -> dict[str, str | None]:
   """The interpreter for each library; None for one that is not here."""
   pythons: dict[str, str | None] = {
     "memcache_jax": sys.executable,
@@ -108,8 +115,11 @@ def _agreement(rival_python: str) -> list[dict]:
   return _run([sys.executable, "-m", module, f"--rival-python={rival_python}"])
 
 
-def _run_all(wanted, pythons, jobs: int) -> list[dict]:
-  """Records of all cases, in their order."""
+def run_all(
+  wanted: list[cases.Case], pythons: dict[str, str | None], jobs: int
+) -> list[dict]:
+  """Records of all cases that can be run here, in their order."""
+  wanted = [case for case in wanted if pythons[case.library] is not None]
   cores = queue.SimpleQueue()
   for core in range(jobs):
     cores.put(core)

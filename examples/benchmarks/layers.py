@@ -21,15 +21,21 @@ from memcache_jax.caching import (
 )
 from memcache_jax.layers import MemoryMixer
 from memcache_jax.memories import (
+  DeepLinear,
   GatedDelta,
   HeadShape,
   Linear,
   Memory,
+  Titans,
   Tokens,
 )
+from memcache_jax.ops.mlp_memory import MLP
 
 # The definitions of the ops, or the fastest there are.
 Reference: TypeAlias = Literal["reference"] | None
+
+# As wide as those of the rivals: 64 for heads of 32.
+NETWORK = MLP(depth=2, hidden_factor=2)
 
 
 @dataclass(frozen=True)
@@ -54,6 +60,10 @@ def memory(case: Case, implementation: Reference = None) -> Memory:
       inner = Linear(implementation=implementation)
     case "gated_delta":
       inner = GatedDelta(implementation=implementation)
+    case "titans":
+      inner = Titans(NETWORK, implementation=implementation)
+    case "dla":
+      inner = DeepLinear(NETWORK, implementation=implementation)
   if case.aggregate == "none":
     return inner
   return Cached(
@@ -86,37 +96,44 @@ def build(case: Case, implementation: Reference = None) -> Layer:
 
 
 def bare(memory: Memory, params: PyTree | None = None) -> Layer:
-  """Projections without bias around a memory, as the rivals have them."""
+  """Projections without bias around a memory, as the rivals have them.
+
+  Deep memories have learned parameters of their own, too. Queries and keys of
+  all but linear memories are of unit length.
+  """
+  inner = memory.memory if isinstance(memory, Cached) else memory
+  scalars = [name for name in inner.gates() if name != "u"]
   names = ("q", "k", "v", *memory.gates(), "o")
-  is_delta = "beta" in names
+  shape = HeadShape(HEADS, DIM // HEADS, DIM // HEADS)
   if params is None:
     keys = jax.random.split(jax.random.key(0), len(names))
-    width = lambda name: HEADS if name in ("beta", "log_decay") else DIM
+    width = lambda name: HEADS if name in scalars else DIM
     params = {
       name: jax.random.normal(key, (DIM, width(name))) * DIM**-0.5
       for name, key in zip(names, keys, strict=True)
     }
+    params["memory"] = memory.init_params(jax.random.key(1), shape)
 
   def project(params, x, name):
     y = x @ params[name]
-    match name:
-      case "beta":
-        return jax.nn.sigmoid(y)
-      case "log_decay":
-        return jax.nn.log_sigmoid(y + LONG)
+    if name == "log_decay":
+      return jax.nn.log_sigmoid(y + LONG)
+    if name in scalars:
+      return inner.gates()[name].scale * jax.nn.sigmoid(y)
     y = y.reshape(*x.shape[:2], HEADS, -1)
-    return numerics.l2_normalize(y) if is_delta and name in "qk" else y
+    return numerics.l2_normalize(y) if scalars and name in "qk" else y
 
   def apply(params, x: Float[Array, "b t d"], state):
-    q, k, v = (project(params, x, name) for name in "qkv")
     gates = {name: project(params, x, name) for name in memory.gates()}
-    y, state = memory.scan({}, state, Tokens(q, k, v, gates))
+    q, k, v = (project(params, x, name) for name in "qkv")
+    tokens = Tokens(q, k, v, gates)
+    y, state = memory.scan(params.get("memory", {}), state, tokens)
     return y.reshape(x.shape) @ params["o"], state
 
   def init_state(params, max_length):
-    del params
-    shape = HeadShape(HEADS, DIM // HEADS, DIM // HEADS)
-    return memory.init_state({}, shape, BATCH, max_length=max_length)
+    return memory.init_state(
+      params.get("memory", {}), shape, BATCH, max_length=max_length
+    )
 
   return Layer(params, apply, init_state)
 

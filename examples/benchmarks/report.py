@@ -2,6 +2,8 @@
 
 from typing import NamedTuple
 
+from examples.benchmarks.cases import INNER_BATCHES
+
 BARE = "bare"
 RIVAL = "memory-caching"
 JAX_RIVAL = "jax-linear-attention"
@@ -9,6 +11,7 @@ ROWS = (
   "library",
   "layer",
   "memory",
+  "inner_batch",
   "aggregate",
   "segment",
   "write_mode",
@@ -17,7 +20,7 @@ ROWS = (
 
 
 class Bar(NamedTuple):
-  """A ratio of CPU times that has to be reached.
+  """A ratio that has to be reached.
 
   Attributes:
     text: what is promised, in words.
@@ -49,10 +52,12 @@ class Times:
     """The record of a similar case."""
     return self._by_case.get(_case(record | changes) + (mode,))
 
-  def ratio(self, above: dict | None, below: dict | None) -> float | None:
-    if above is None or below is None:
+  def ratio(
+    self, above: dict | None, below: dict | None, of: str = "cpu_ms"
+  ) -> float | None:
+    if above is None or below is None or None in (above[of], below[of]):
       return None
-    return above["cpu_ms"] / below["cpu_ms"]
+    return above[of] / below[of]
 
   def over_plain(self, record: dict | None) -> float | None:
     """Our time over that of our own layer without a cache."""
@@ -87,6 +92,7 @@ def bars(records: list[dict]) -> list[Bar]:
     "library": "memcache_jax",
     "layer": BARE,
     "memory": "linear",
+    "inner_batch": 0,
     "aggregate": "grm",
     "segment": 64,
     "write_mode": "independent",
@@ -126,14 +132,56 @@ def bars(records: list[dict]) -> list[Bar]:
   return found
 
 
-def bars_table(bars: list[Bar]) -> str:
+def deep_bars(records: list[dict]) -> list[Bar]:
+  """The bars of deep memories, forward + backward."""
+  times = Times(records)
+  found, ours = [], {}
+  for record in times.records:
+    if record["library"] == "memcache_jax":
+      key = (record["memory"], record["inner_batch"], record["aggregate"])
+      ours[(*key, record["mode"])] = record
+  mode = "forward_backward"
+  for inner_batch in INNER_BATCHES:
+    record = ours.get(("titans", inner_batch, "none", mode))
+    theirs = record and times.find(record, mode, library="titans-pytorch")
+    what = f"titans-pytorch, inner batch {inner_batch}"
+    found += [
+      Bar(
+        f"Titans: faster than {what}",
+        times.ratio(theirs, record),
+        2.0 if inner_batch == INNER_BATCHES[0] else 1.0,
+        True,
+      ),
+      Bar(
+        f"Titans: memory over that of {what}",
+        times.ratio(record, theirs, "peak_mib"),
+        0.5,
+        False,
+      ),
+    ]
+  for memory in ("titans", "dla"):
+    record = ours.get((memory, 0, "grm", mode))
+    found.append(
+      Bar(
+        f"{memory}, grm, segment 64: faster than {RIVAL}",
+        times.speedup(record),
+        20.0,
+        True,
+      )
+    )
+  return found
+
+
+def bars_table(bars: list[Bar], about: str) -> str:
   lines = [
-    "| bar | limit | measured | |",
+    f"| bar ({about}) | limit | measured | |",
     "|---|---|---|---|",
   ]
   for bar in bars:
     sign = "at least" if bar.at_least else "at most"
-    measured = "" if bar.ratio is None else f"{bar.ratio:.1f}x"
+    measured = "" if bar.ratio is None else f"{bar.ratio:.2g}x"
+    if bar.ratio is not None and bar.ratio >= 10:
+      measured = f"{bar.ratio:.1f}x"
     lines.append(
       f"| {bar.text} | {sign} {bar.limit:g}x | {measured} | {bar.verdict()} |"
     )
@@ -190,14 +238,11 @@ def _name(record: dict) -> str:
   if record["library"] != "memcache_jax":
     words.append(f"{record['library']} {record['version']}:")
   memory = record["memory"].replace("_", " ")
-  if "titans" in record["library"]:
-    memory = "MLP"
-  if record["aggregate"] == "none":
-    words.append(memory)
-  else:
-    words.append(
-      f"{memory}, {record['aggregate']}, segment {record['segment']}"
-    )
+  if record["inner_batch"]:
+    memory += f", inner batch {record['inner_batch']}"
+  if record["aggregate"] != "none":
+    memory += f", {record['aggregate']}, segment {record['segment']}"
+  words.append(memory)
   if record["write_mode"] != "independent":
     words.append(f"({record['write_mode']})")
   return " ".join(words)

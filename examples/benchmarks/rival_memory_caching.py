@@ -49,21 +49,34 @@ def main() -> None:
 
 def _build(case):
   from memory_caching import (  # pyright: ignore[reportMissingImports]
+    DLABackend,
+    DLAConfig,
     LinearMemoryBackend,
     MCConfig,
     MemoryCachingLayer,
+    TitansBackend,
+    TitansConfig,
   )
 
+  # Its defaults: networks of width 64, no gradient through inner gradients.
+  dla, titans = DLAConfig(), TitansConfig()
+  backend = {
+    "linear": LinearMemoryBackend,
+    "dla": lambda: DLABackend(dla),
+    "titans": lambda: TitansBackend(titans),
+  }[case.memory]()
   config = MCConfig(
     d_model=cases.DIM,
     num_heads=cases.HEADS,
-    backend="linear",
+    backend=case.memory,
     aggregation=case.aggregate,
     segment_size=case.segment,
     state_init_mode=_START[case.write_mode],
     ssc_top_k=2,
+    dla=dla,
+    titans=titans,
   )
-  return MemoryCachingLayer(config=config, backend=LinearMemoryBackend())
+  return MemoryCachingLayer(config=config, backend=backend)
 
 
 def _dump(layer, x, path):

@@ -23,7 +23,7 @@ def main() -> None:
   torch.manual_seed(0)
   layer = NeuralMemory(
     dim=cases.DIM,
-    chunk_size=64,
+    chunk_size=case.inner_batch,
     dim_head=cases.DIM // cases.HEADS,
     heads=cases.HEADS,
     default_model_kwargs={"depth": 2, "expansion_factor": 2.0},
@@ -39,7 +39,7 @@ def main() -> None:
     layer(x)[0].square().mean().backward()
 
   # What PyTorch loads at its first operations must not count.
-  forward_backward(x[:, :128])
+  forward_backward(x[:, : 2 * case.inner_batch])
   labels = {
     **vars(case),
     "version": importlib.metadata.version("titans-pytorch"),

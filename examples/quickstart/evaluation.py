@@ -12,6 +12,7 @@ from examples.quickstart import model
 from examples.quickstart.data import ByteWindows
 from examples.quickstart.settings import Settings
 from examples.quickstart.training import BITS_PER_NAT
+from memcache_jax import models
 
 # The state is carried this far: longer than any window seen in training.
 CONTEXT = 1024
@@ -107,6 +108,20 @@ def _logits(settings: Settings, params: nnx.State, tokens, state):
   return model.with_params(settings, params)(tokens, state)
 
 
+def memory_norms(
+  settings: Settings, params: nnx.State, passage: np.ndarray
+) -> dict[int, float]:
+  """By layer, the largest norm that its memory has on some bytes."""
+  tokens = passage.astype(np.int32)[None]
+  reports = jax.device_get(_memory_reports(settings, params, tokens))
+  return {layer: float(x.state_norm) for layer, x in reports.items()}
+
+
+@functools.partial(jax.jit, static_argnames="settings")
+def _memory_reports(settings: Settings, params: nnx.State, tokens):
+  return models.memory_reports(model.with_params(settings, params), tokens)
+
+
 def segment_gates(
   settings: Settings, params: nnx.State, passage: np.ndarray
 ) -> dict[int, np.ndarray]:
@@ -118,4 +133,4 @@ def segment_gates(
 
 @functools.partial(jax.jit, static_argnames="settings")
 def _segment_gates(settings: Settings, params: nnx.State, tokens):
-  return model.with_params(settings, params).segment_gates(tokens)
+  return models.segment_gates(model.with_params(settings, params), tokens)

@@ -55,7 +55,7 @@ def train(
     console.print(f"Resuming after step {len(history.losses):,}.")
 
   with _progress(console) as progress:
-    bar = _Bar(progress, settings, history)
+    bar = _Bar(progress, settings, history, corpus.held_out)
     pending = None
     every = -(-settings.steps // MILESTONES)
     for step in range(len(history.losses) + 1, settings.steps + 1):
@@ -64,15 +64,15 @@ def train(
         state, loss = training.train_step(settings, state, batch)
       # While the device computes this step, read what the last one left.
       if pending is not None:
-        bar.record(pending)
+        bar.record(pending, state)
       pending = loss
       milestone = step % every == 0 or step == settings.steps
       stop = interrupt.requested
       if milestone or stop:
-        bar.record(pending)
+        bar.record(pending, state)
         pending = None
         if milestone:
-          bar.probe(state, corpus.held_out)
+          bar.probe(state)
         save(checkpoints, state, history, batches)
       if stop:
         break
@@ -94,7 +94,14 @@ def _progress(console: Console) -> Progress:
 class _Bar:
   """Writes the history down, and shows its end."""
 
-  def __init__(self, progress: Progress, settings: Settings, history: History):
+  def __init__(
+    self,
+    progress: Progress,
+    settings: Settings,
+    history: History,
+    held_out: np.ndarray,
+  ):
+    self._held_out = held_out
     self._progress = progress
     self._settings = settings
     self._history = history
@@ -107,11 +114,13 @@ class _Bar:
       rate="",
     )
 
-  def record(self, loss: jax.Array) -> None:
+  def record(self, loss: jax.Array, state: TrainState) -> None:
     value = float(jax.device_get(loss))
     if not math.isfinite(value):
       step = len(self._history.losses) + 1
-      raise InputError(f"the loss became {value} at step {step}")
+      raise InputError(
+        f"the loss became {value} at step {step}; {self._largest(state)}"
+      )
     self._history.losses.append(value)
     seconds = self._lap()
     tokens = self._settings.batch_size * self._settings.window
@@ -122,17 +131,26 @@ class _Bar:
       rate=f"{tokens / seconds:,.0f} tokens/s",
     )
 
-  def probe(self, state: TrainState, held_out: np.ndarray) -> None:
+  def probe(self, state: TrainState) -> None:
     """Measures a small part of the held-out text."""
-    part = evaluation.stretches(held_out, at_most=evaluation.ROWS)
+    part = evaluation.stretches(self._held_out, at_most=evaluation.ROWS)
     bits = evaluation.bits_per_byte(self._settings, state.params, part)
     step = len(self._history.losses)
     self._history.probes.append((step, bits))
     self._lap()
     self._progress.console.print(
       f"step {step:>5,}: {np.mean(self._history.losses[-20:]):.3f} in training,"
-      f" {bits:.3f} on {part[:, 1:].size:,} held-out bytes"
+      f" {bits:.3f} on {part[:, 1:].size:,} held-out bytes;"
+      f" {self._largest(state)}"
     )
+
+  def _largest(self, state: TrainState) -> str:
+    """The layer whose memory is the largest; nan counts as larger than all."""
+    norms = evaluation.memory_norms(
+      self._settings, state.params, self._held_out[: self._settings.window]
+    )
+    layer = max(norms, key=lambda i: np.nan_to_num(norms[i], nan=np.inf))
+    return f"largest memory: layer {layer}, norm {norms[layer]:.3g}"
 
   def _lap(self) -> float:
     now = time.perf_counter()

@@ -159,6 +159,17 @@ class Cached(Memory):
     tokens = Tokens(k[:, None], k[:, None], v[:, None], gates)
     return self.scan(params, state, tokens)[1]
 
+  def inner_loss(
+    self,
+    params: Params,
+    state: State,
+    k: Float[Array, "b n k"],
+    v: Float[Array, "b n v"],
+    gates: Gates,
+  ) -> Float[Array, "b n"] | None:
+    """That of the memory of the current segment."""
+    return self.memory.inner_loss(params, state.online, k, v, gates)
+
   def snapshot(self, state: State) -> State:
     return self.memory.snapshot(state.online)
 

@@ -1,17 +1,21 @@
 """Many tokens of a cached memory: all segments of a call together."""
 
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 from einops import rearrange
 
 from memcache_jax import sharding
-from memcache_jax.array_typing import Array, Float, Int, State
-from memcache_jax.caching import _layout, _levels, _next_state, _router
+from memcache_jax.caching import (
+  _layout,
+  _levels,
+  _next_state,
+  _one_pass,
+  _router,
+)
 from memcache_jax.caching._next_state import CallSegments, Written
 from memcache_jax.caching._one_token import memory_tokens
 from memcache_jax.caching._segments import block_level
+from memcache_jax.caching._weights import stored_memories, weigh
 from memcache_jax.memories._base import HeadShape, Tokens, select_rows
 
 # Tokens of a call only read memories of earlier segments. The segments are cut
@@ -28,23 +32,13 @@ def run(cached, params, state, tokens):
   inner = Tokens(tokens.q, tokens.k, tokens.v, dict(tokens.gates))
   inner = layout.spread(inner)
   segments = _describe(cached, state, layout, inner.k)
-  y, start, ends, online = _write(cached, params, state, layout, inner)
-  written = _finish(
-    cached, params, state, layout, inner, segments, ends, online
-  )
-  stored = _stored(state, written, segments)
-  weights, own = _weigh(cached, stored, segments, inner)
   carried = 0 if state is None else state.index.shape[1]
-  parts = []
-  for first, last in _bands(y.shape[1]):
-    slots = carried + last - 1
-    band = jax.tree.map(
-      lambda x, first=first, last=last: x[:, first:last],
-      (y, start, inner, layout.valid, own, weights[..., :slots]),
-    )
-    memories = jax.tree.map(lambda x, s=slots: x[:, :s], stored.memories)
-    parts.append(_read(cached, params, memories, *band))
-  y = jnp.concatenate(parts, axis=1)
+  run_segments = _in_two_passes
+  if _one_pass.takes(cached, inner, carried):
+    run_segments = _one_pass.run
+  y, weights, own, written = run_segments(
+    cached, params, state, layout, inner, segments
+  )
   slots = carried
   if state is None:
     slots = cached.segments.capacity(tokens.q.shape[1])
@@ -58,6 +52,27 @@ def run(cached, params, state, tokens):
   )
   weights = jnp.concatenate([weights, own[..., None]], axis=-1)
   return y, state, layout.collect(weights)
+
+
+def _in_two_passes(cached, params, state, layout, tokens, segments):
+  """Writes all segments, then reads them; returns what `_one_pass.run` does."""
+  y, start, ends, online = _write(cached, params, state, layout, tokens)
+  written = _finish(
+    cached, params, state, layout, tokens, segments, ends, online
+  )
+  stored = stored_memories(state, written, segments)
+  weights, own = weigh(cached, stored, segments, tokens)
+  carried = stored.index.shape[1] - y.shape[1] + 1
+  parts = []
+  for first, last in _bands(y.shape[1]):
+    slots = carried + last - 1
+    band = jax.tree.map(
+      lambda x, first=first, last=last: x[:, first:last],
+      (y, start, tokens, layout.valid, own, weights[..., :slots]),
+    )
+    memories = jax.tree.map(lambda x, s=slots: x[:, :s], stored.memories)
+    parts.append(_read(cached, params, memories, *band))
+  return jnp.concatenate(parts, axis=1), weights, own, written
 
 
 def _bands(blocks: int) -> list[tuple[int, int]]:
@@ -111,7 +126,10 @@ def _describe(cached, state, layout, k) -> CallSegments:
 
 
 def _write(cached, params, state, layout, tokens):
-  """Online reads [b g c n v], start and end states [b g ...], last state."""
+  """Online reads [b g c n v], start and end states [b g ...], last state.
+
+  Start states are None where every segment starts a new sequence.
+  """
   memory = cached.memory
   tokens = memory_tokens(memory, tokens, layout.valid)
   b, g = tokens.q.shape[:2]
@@ -138,17 +156,19 @@ def _write(cached, params, state, layout, tokens):
 
 def _write_independent(memory, params, state, layout, tokens, initial):
   b, g = tokens.q.shape[:2]
-  start = jax.tree.map(
-    lambda x: jnp.broadcast_to(x[:, None], (b, g, *x.shape[1:])), initial
-  )
-  folded_start = None
+  start = None  # every segment is a new sequence, which memories do fastest
   if state is not None:
     first = state.online
     if layout.fresh is not None:
       first = select_rows(layout.fresh[:, 0], initial, first)
-    start = jax.tree.map(lambda x, y: x.at[:, 0].set(y), start, first)
-    folded_start = _fold(start)
-  y, end = memory.scan(params, folded_start, _fold(tokens))
+    start = jax.tree.map(
+      lambda x, y: (
+        jnp.broadcast_to(x[:, None], (b, g, *x.shape[1:])).at[:, 0].set(y)
+      ),
+      initial,
+      first,
+    )
+  y, end = memory.scan(params, _fold(start), _fold(tokens))
   ends = _unfold(memory.snapshot(end), g)
   end = _unfold(end, g)
   if isinstance(layout.last, int):
@@ -186,72 +206,6 @@ def _shape(tokens):
   return HeadShape(n, k, tokens.v.shape[-1])
 
 
-class _Stored(NamedTuple):
-  """Memories that tokens of this call may read: carried and new ones."""
-
-  memories: State
-  keys: Float[Array, "b s n k"]
-  index: Int[Array, "b s"]
-  document: Int[Array, "b s"]
-  block: Int[Array, "1 s"]  # readable in later blocks only; -1: carried
-
-
-def _stored(state, written, segments) -> _Stored:
-  # Nothing of this call comes after its last segment, so that one is left out.
-  g = written.keys.shape[1]
-  new = _Stored(
-    written.memories,
-    written.keys,
-    segments.index,
-    segments.document,
-    jnp.arange(g)[None],
-  )
-  new = jax.tree.map(lambda x: x[:, :-1], new)
-  if state is None:
-    return new
-  slots = state.index.shape[1]
-  old = _Stored(
-    state.memories,
-    state.keys,
-    state.index,
-    jnp.where(state.index >= 0, 0, -1),
-    jnp.full((1, slots), -1),
-  )
-  return jax.tree.map(lambda a, b: jnp.concatenate([a, b], axis=1), old, new)
-
-
-def _weigh(cached, stored, segments, tokens):
-  """Weights [b g c n s] of the stored memories and [b g c n] of the own."""
-  aggregate = cached.aggregate
-  b, g, c, n, _ = tokens.q.shape
-  shape = (b, g, c, n, stored.block.shape[1])
-  readable = segments.document[:, :, None] == stored.document[:, None]
-  block = jnp.arange(g)[None]
-  readable &= stored.block[:, None] < block[:, :, None]
-  readable &= cached.segments.readable(
-    segments.index[:, :, None], stored.index[:, None]
-  )
-  flat = jax.tree.map(lambda x: x.reshape(b, g * c, *x.shape[3:]), tokens)
-  own_key = None
-  if aggregate.router in ("context", "shared"):
-    own_key = _router.pooled(aggregate, segments.running, segments.count)
-    own_key = own_key.reshape(b, g * c, n, -1)
-  own_index = jnp.broadcast_to(segments.index[:, :, None], (b, g, c))
-  logits, own_logit = _router.route(
-    aggregate,
-    flat,
-    stored.keys,
-    own_key,
-    stored.index,
-    own_index.reshape(b, g * c),
-  )
-  if logits is not None and own_logit is not None:
-    logits, own_logit = logits.reshape(shape), own_logit.reshape(shape[:-1])
-  readable = readable[:, :, None, None]
-  weights, own = aggregate.weights(logits, own_logit, readable)
-  return jnp.broadcast_to(weights, shape), jnp.broadcast_to(own, shape[:-1])
-
-
 def _read(cached, params, memories, y, start, tokens, valid, own, weights):
   """Reads [b g c n v] of the stored memories and the online one, combined."""
   memory, aggregate = cached.memory, cached.aggregate
@@ -262,7 +216,7 @@ def _read(cached, params, memories, y, start, tokens, valid, own, weights):
     # All tokens of a segment mix alike: it needs one mix, and one read of it.
     mix = lambda x: _mix(weights[:, :, 0, 0], x)[:, :, None]
     memories, axis = jax.tree.map(mix, memories), 1
-    weights = jnp.ones_like(weights, shape=(*weights.shape[:-1], 1))
+    weights = jnp.ones_like(weights[..., :1])
   if soup:
     tokens = memory_tokens(memory, tokens, valid)
 
@@ -278,18 +232,17 @@ def _read(cached, params, memories, y, start, tokens, valid, own, weights):
     q, weights, memories = _fold((tokens.q, weights, memories))
     read = memory.read_many(params, memories, q, weights)
     return y + _unfold(read, y.shape[1])
-  q, weights = jax.tree.map(_join, (tokens.q, weights))
+  q, weights = (
+    rearrange(x, "b g c ... -> b (g c) ...") for x in (tokens.q, weights)
+  )
   read = memory.read_many(params, memories, q, weights)
   return y + read.reshape(y.shape)
 
 
 def _mix(weights, memories):
   """[b g s] and [b s ...] -> [b g ...]."""
+  weights = sharding.rows_like(weights, memories)
   return jnp.einsum("bgs,bs...->bg...", weights, memories, precision="highest")
-
-
-def _join(x):
-  return rearrange(x, "b g c ... -> b (g c) ...")
 
 
 def _fold(tree):

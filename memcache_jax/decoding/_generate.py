@@ -222,7 +222,9 @@ def _check_key(key):
 def _check_stop_tokens(stop_tokens, vocab_size):
   ids = stop_tokens if isinstance(stop_tokens, Iterable) else (None,)
   for token in ids:
-    if not isinstance(token, numbers.Integral) or not 0 <= token < vocab_size:
+    if not isinstance(token, numbers.Integral) or not (
+      0 <= int(token) < vocab_size
+    ):
       raise ValueError(
         f"`stop_tokens` must be ids from 0 to {vocab_size - 1}: "
         f"got {stop_tokens!r}."

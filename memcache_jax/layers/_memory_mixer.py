@@ -19,7 +19,13 @@ from memcache_jax.layers._gates import Gates
 from memcache_jax.layers._norm import RMSNorm
 from memcache_jax.layers._params import InitialMemory, Projection
 from memcache_jax.layers._short_conv import ShortConv
-from memcache_jax.memories import HeadShape, Memory, Tokens
+from memcache_jax.memories import (
+  HeadShape,
+  Memory,
+  Tokens,
+  Watched,
+  watch,
+)
 from memcache_jax.ops import _checks
 
 
@@ -190,6 +196,21 @@ class MemoryMixer(Mixer):
     )
     y = self._output(front, y)
     return y, tails._replace(memory=memory), front.back(weights)
+
+  def watch(
+    self, x: Float[Array, "b t d"], *, mask: Bool[Array, "b t"] | None = None
+  ) -> Watched:
+    """What the memory does at every token of new sequences; see `watch`.
+
+    Args:
+      x: as in a call.
+      mask: as in a call.
+    """
+    check_inputs(x, self.dim, mask, None)
+    front = to_front(x, mask, None)
+    tokens, _ = self._tokens(front, None, None)
+    watched = watch(self.memory, self._memory_params(), tokens)
+    return jax.tree.map(front.back, watched)
 
   def _tokens(self, front, state, max_unaligned_starts):
     """What the memory consumes, and the state of the convolutions."""

@@ -32,7 +32,9 @@ from memcache_jax.memories._miras_parts import (
   Optimizer,
   PolynomialFeatures,
   Retention,
+  default_step_scale,
 )
+from memcache_jax.memories._watch import Watched, watch
 
 __all__ = [
   "RWKV7",
@@ -60,6 +62,9 @@ __all__ = [
   "TTTLinear",
   "Titans",
   "Tokens",
+  "Watched",
   "Yaad",
+  "default_step_scale",
   "scan_tokens",
+  "watch",
 ]

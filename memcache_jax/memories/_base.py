@@ -1,7 +1,6 @@
 """What a memory is: the protocol, and a slow default for everything in it."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import ClassVar
 
 import jax
@@ -13,53 +12,12 @@ from memcache_jax.array_typing import (
   Bool,
   Float,
   Gates,
-  Leaf,
   Params,
   PRNGKeyArray,
   State,
 )
 from memcache_jax.memories._gate import Gate, HeadShape
-from memcache_jax.ops import _checks
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Tokens:
-  """A stretch of tokens as a memory consumes it.
-
-  Attributes:
-    q: queries [b t n k].
-    k: keys [b t n k].
-    v: values [b t n v].
-    gates: what the memory's `gates()` asks for, by name, in natural form,
-      float32: [b t n], [b t n width], or [b t n k] for a connector.
-    mask: False for a token that does not exist [b t]: no write, no decay, no
-      momentum, no position; its y is 0.
-    starts: True at the first token of a document [b t], before which
-      everything is forgotten. Ignored on masked tokens.
-    max_unaligned_starts: most starts per row of this call that may lie off
-      the memory's own grid (segments, inner batches). It fixes the size of
-      the padded layout, so that under `jax.jit` it has to be given whenever
-      `starts` is; a row with more of them becomes nan. 0 for documents packed
-      to segment borders.
-    segment_ends: True at the last token of a segment [b t], for memories with
-      `Explicit` segments only. Ignored on masked tokens.
-  """
-
-  q: Leaf
-  k: Leaf
-  v: Leaf
-  gates: Mapping[str, Leaf] = field(default_factory=dict)
-  mask: Leaf = None
-  starts: Leaf = None
-  max_unaligned_starts: int | None = field(
-    default=None, metadata={"static": True}
-  )
-  segment_ends: Leaf = None
-
-  @property
-  def head_shape(self) -> HeadShape:
-    return HeadShape(self.q.shape[2], self.q.shape[3], self.v.shape[3])
+from memcache_jax.memories._tokens import Tokens, check_tokens
 
 
 class Memory:
@@ -80,6 +38,15 @@ class Memory:
   @property
   def uses_segment_ends(self) -> bool:
     """Whether `Tokens.segment_ends` means anything to it."""
+    return False
+
+  @property
+  def closes_after_reading(self) -> bool:
+    """Whether `scan` may change the memory after its newest token was read.
+
+    False for most: tokens read ``read(snapshot(state))``. True where weights
+    are normalised at the end of an inner batch, after its last token's read.
+    """
     return False
 
   def gates(self) -> Mapping[str, Gate]:
@@ -131,6 +98,21 @@ class Memory:
     """The part of the state that is cached and read; leaves [b n ...]."""
     return state
 
+  def inner_loss(
+    self,
+    params: Params,
+    state: State,
+    k: Float[Array, "b n k"],
+    v: Float[Array, "b n v"],
+    gates: Gates,
+  ) -> Float[Array, "b n"] | None:
+    """What the memory minimises, for the next token; None: nothing.
+
+    It is taken at the weights at which `step` would take its gradient.
+    """
+    del params, state, k, v, gates
+    return None
+
   def scan(
     self, params: Params, state: State | None, tokens: Tokens
   ) -> tuple[Float[Array, "b t n v"], State]:
@@ -166,6 +148,42 @@ class Memory:
     out = jax.eval_shape(self.read, params, first, q)
     zero = jnp.zeros(out.shape, jnp.float32)
     return jax.lax.scan(jax.checkpoint(add), zero, (memories, weights))[0]
+
+  def scans_segments(self, tokens: Tokens, carried: int) -> bool:
+    """Whether `scan_segments` takes such tokens [b g c ...], and is faster.
+
+    `carried` is the number of memories stored before the call.
+    """
+    del tokens, carried
+    return False
+
+  def scan_segments(
+    self,
+    params: Params,
+    state: State | None,
+    tokens: Tokens,
+    memories: State | None,
+    weights: Float[Array, "b g c n s"],
+    own_weight: Float[Array, "b g c n"],
+    fresh: Bool[Array, "b g"] | None,
+    write_mode: str,
+  ) -> tuple[Float[Array, "b g c n v"], State]:
+    """Writes and reads all segments of a call in one pass.
+
+    Args:
+      params: what `init_params` returned, possibly trained.
+      state: with which the first segment goes on; None for a new sequence.
+      tokens: by segments [b g c ...], with a mask of the places in use.
+      memories: stored before the call [b s n ...], or None.
+      weights: gates of these, then of the ends of the call's segments.
+      own_weight: gate of the online memory.
+      fresh: segments at which a document starts.
+      write_mode: as in `Cached`.
+
+    Returns:
+      The gated reads and the states at the ends of the segments [b g ...].
+    """
+    raise NotImplementedError
 
   def scan_soup(
     self,
@@ -252,41 +270,3 @@ def select_rows(rows: Bool[Array, " b"], yes: State, no: State) -> State:
     return jnp.where(rows.reshape((-1,) + (1,) * (a.ndim - 1)), a, b)
 
   return jax.tree.map(select, yes, no)
-
-
-def check_tokens(memory: Memory, tokens: Tokens) -> None:
-  """Raises ValueError unless the tokens are what the memory asks for."""
-  specs = {
-    "q": (tokens.q, "b t n k"),
-    "k": (tokens.k, "b t n k"),
-    "v": (tokens.v, "b t n v"),
-    "mask": (tokens.mask, "b t"),
-    "starts": (tokens.starts, "b t"),
-    "segment_ends": (tokens.segment_ends, "b t"),
-  }
-  if tokens.segment_ends is not None and not memory.uses_segment_ends:
-    raise ValueError(
-      "`segment_ends` must be None for a memory without explicit segments: "
-      f"got flags for {memory}."
-    )
-  wanted = memory.gates()
-  if set(wanted) != set(tokens.gates):
-    raise ValueError(
-      f"`gates` must be {sorted(wanted)}, as {memory} asks: "
-      f"got {sorted(tokens.gates)}."
-    )
-  for name, gate in wanted.items():
-    axes = " ".join(["b t n", *map(str, gate.axes(tokens.q.shape[-1]))])
-    specs[f"gates[{name!r}]"] = (tokens.gates[name], axes)
-  _checks.check_shapes(specs)
-  _checks.check_floating(q=tokens.q, k=tokens.k, v=tokens.v, **tokens.gates)
-  _checks.check_same_dtype(q=tokens.q, k=tokens.k, v=tokens.v)
-  _checks.check_bool(
-    mask=tokens.mask, starts=tokens.starts, segment_ends=tokens.segment_ends
-  )
-  bound = tokens.max_unaligned_starts
-  if bound is not None and (not isinstance(bound, int) or bound < 0):
-    raise ValueError(
-      f"`max_unaligned_starts` must be None or an int of at least 0: "
-      f"got {bound!r}."
-    )

@@ -38,7 +38,6 @@ class DeepLinear(Miras):
 
   loss: InnerLoss = Dot()
   retention: Retention = Retention(decay=False)
-  step_scale: float = 0.25
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,6 @@ class DeepSlidingWindow(Miras):
 
   loss: InnerLoss = Dot()
   window: int = 2
-  step_scale: float = 0.25
 
 
 @dataclass(frozen=True)
@@ -110,7 +108,7 @@ class TTTMLP(TTTLinear):
   """
 
   architecture: Architecture = MLP.ttt_mlp()
-  step_scale: float = 0.1
+  step_scale: float | None = 0.1
 
 
 @dataclass(frozen=True)

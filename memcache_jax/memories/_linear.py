@@ -4,13 +4,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+import jax
 import jax.numpy as jnp
+from einops import rearrange
 
-from memcache_jax import ops
-from memcache_jax.array_typing import Array, Float, Gates, Params, State
+from memcache_jax import ops, token_layout
+from memcache_jax.array_typing import Array, Bool, Float, Gates, Params, State
 from memcache_jax.memories._base import Gate, HeadShape, Tokens, check_tokens
 from memcache_jax.memories._matrix import MatrixMemory
 from memcache_jax.ops import LinearAttentionState, _checks
+from memcache_jax.ops.cached_linear_attention import has_kernel
 
 
 class _LinearMemory(MatrixMemory):
@@ -51,11 +54,7 @@ class _LinearMemory(MatrixMemory):
   ) -> tuple[Float[Array, "b t n v"], LinearAttentionState]:
     del params
     check_tokens(self, tokens)
-    log_decay, write = self._log_decay_and_write(
-      tokens.gates, tokens.q.shape[2]
-    )
-    if log_decay is not None and log_decay.ndim == 1:
-      log_decay = jnp.broadcast_to(log_decay, tokens.q.shape[:3])
+    log_decay, write = self._gates_of(tokens)
     return ops.linear_attention(
       tokens.q,
       tokens.k,
@@ -68,6 +67,63 @@ class _LinearMemory(MatrixMemory):
       chunk_size=self.chunk_size,
       implementation=self.implementation,
     )
+
+  def _gates_of(self, tokens):
+    log_decay, write = self._log_decay_and_write(
+      tokens.gates, tokens.q.shape[-2]
+    )
+    if log_decay is not None and log_decay.ndim == 1:
+      log_decay = jnp.broadcast_to(log_decay, tokens.q.shape[:-1])
+    return log_decay, write
+
+  def scans_segments(self, tokens: Tokens, carried: int) -> bool:
+    _, g, c, _, k = tokens.q.shape
+    return self._write_window() == 1 and has_kernel(
+      k,
+      tokens.v.shape[-1],
+      tokens.q.dtype.name,
+      segment_length=c,
+      segments=g,
+      carried=carried + 1,
+      implementation=self.implementation,
+    )
+
+  def scan_segments(
+    self,
+    params: Params,
+    state: State | None,
+    tokens: Tokens,
+    memories: State | None,
+    weights: Float[Array, "b g c n s"],
+    own_weight: Float[Array, "b g c n"],
+    fresh: Bool[Array, "b g"] | None,
+    write_mode: Literal["independent", "checkpoint"],
+  ) -> tuple[Float[Array, "b g c n v"], State]:
+    del params
+    log_decay, write = self._gates_of(tokens)
+    write = None if write is None else write[..., 0]
+    arrays = (tokens.q, tokens.k, tokens.v, weights, own_weight)
+    arrays = (*arrays, log_decay, write)
+    g, c = tokens.q.shape[1:3]
+    join = lambda x: rearrange(x, "b g c ... -> b (g c) ...")
+    arrays = jax.tree.map(join, arrays)
+    if tokens.mask is not None:
+      arrays = token_layout.zero_masked(arrays, join(tokens.mask))
+    *arrays, log_decay, write = arrays
+    y, ends = ops.cached_linear_attention(
+      *arrays,
+      segment_length=c,
+      log_decay=log_decay,
+      write=write,
+      memories=memories,
+      state=None if state is None else state.matrix,
+      fresh=fresh,
+      write_mode=write_mode,
+      chunk_size=self.chunk_size,
+      implementation=self.implementation,
+    )
+    y = rearrange(y, "b (g c) n v -> b g c n v", g=g)
+    return y, LinearAttentionState(ends)
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,8 @@ from memcache_jax.memories._miras_parts import (
   Optimizer,
   PolynomialFeatures,
   Retention,
+  check_composition,
+  default_step_scale,
 )
 from memcache_jax.ops import _checks
 from memcache_jax.ops._dispatch import Implementation
@@ -71,7 +73,7 @@ class Miras(Memory):
       defines the model; 1 is the exact online rule.
     window: tokens written at each step (the Omega rule).
     step_scale: largest total step of an inner batch: the gate "step" is in
-      (0, step_scale / inner_batch).
+      (0, step_scale / (inner_batch window)). None: `default_step_scale`.
     init_std: of the initial weights; None for 1/sqrt(fan in).
     features: maps keys and queries before the network sees them.
     implementation: of the op, None for the fastest.
@@ -92,7 +94,7 @@ class Miras(Memory):
   optimizer: Optimizer = Optimizer()
   inner_batch: int = 16
   window: int = 1
-  step_scale: float = 1.0
+  step_scale: float | None = None
   init_std: float | None = None
   features: PolynomialFeatures | None = None
   implementation: Implementation | None = None
@@ -114,22 +116,15 @@ class Miras(Memory):
       value = getattr(self, name)
       if value is not None and not value > 0:
         raise ValueError(f"`{name}` must be positive: got {value!r}.")
-    special = type(self.retention.closing) is not Closing
-    if self.optimizer.muon and special:
-      raise ValueError(
-        "`optimizer` with muon needs a `retention` without norm and entropy."
-      )
-    if self.optimizer.restart != "none" and (
-      self.retention.decay or self.window > 1
-    ):
-      raise ValueError(
-        "`optimizer` with restart needs Retention(decay=False) and window=1: "
-        f"got decay={self.retention.decay}, window={self.window}."
-      )
+    check_composition(self.retention, self.optimizer, self.window)
 
   @property
   def _closing(self) -> Closing:
     return self.optimizer.muon or self.retention.closing
+
+  @property
+  def closes_after_reading(self) -> bool:
+    return type(self._closing) is not Closing
 
   @property
   def _has_momentum(self) -> bool:
@@ -139,11 +134,14 @@ class Miras(Memory):
     restart = self.optimizer.restart
     if restart == "pairs":
       return {"coef": Gate("linear", width=self.inner_batch)}
+    scale = self.step_scale
+    if scale is None:
+      scale = default_step_scale(self.architecture, self.loss, self.optimizer)
     if restart == "rows":
-      gates = {"step": Gate("sigmoid", scale=self.step_scale)}
+      gates = {"step": Gate("sigmoid", scale=scale)}
     else:
       width = self.window if self.window > 1 else None
-      scale = self.step_scale / self.inner_batch
+      scale = scale / (self.inner_batch * self.window)
       gates = {"step": Gate("sigmoid", width=width, scale=scale)}
     if self.retention.decay:
       gates["log_decay"] = Gate("log_decay")
@@ -154,9 +152,7 @@ class Miras(Memory):
     return gates
 
   def init_params(self, key: PRNGKeyArray, shape: HeadShape) -> Params:
-    n, k, v = shape
-    if self.features is not None:
-      k = self.features.width(k)
+    n, k, v = self._network_shape(shape)
     params = self.architecture.init_params(key, n, k, v, self.init_std)
     if self.features is not None:
       params["features"] = self.features.init_params(n)
@@ -173,9 +169,7 @@ class Miras(Memory):
     max_length: int | None = None,
   ) -> MLPMemoryState:
     del max_length
-    n, k, v = shape
-    if self.features is not None:
-      k = self.features.width(k)
+    n, k, v = self._network_shape(shape)
     rule = make_rule(
       self.architecture,
       self.loss,
@@ -185,12 +179,8 @@ class Miras(Memory):
       has_momentum=self._has_momentum,
       restart=self.optimizer.restart,
     )
-    return init_state(
-      rule,
-      self._network_params(params),
-      jnp.zeros((batch, 0, n, k), jnp.float32),
-      jnp.zeros((batch, 0, n, v), jnp.float32),
-    )
+    k, v = (jnp.zeros((batch, 0, n, i), jnp.float32) for i in (k, v))
+    return init_state(rule, self._network_params(params), k, v)
 
   def step(
     self,
@@ -205,18 +195,31 @@ class Miras(Memory):
     return self.scan(params, state, Tokens(k, k, v, gates))[1]
 
   def snapshot(self, state: State) -> Params:
-    """The weights as they are read.
+    """The weights that the next token starts from; see the base class."""
+    return self._as_read(state.start, state.theta)
 
-    At the end of an inner batch these are the weights that the next batch
-    starts with, which with a norm, entropy or Muon are not those that its
-    last token read.
-    """
-    scale = self._closing.scale(state.start)
+  def inner_loss(
+    self,
+    params: Params,
+    state: State,
+    k: Float[Array, "b n k"],
+    v: Float[Array, "b n v"],
+    gates: Gates,
+  ) -> Float[Array, "b n"]:
+    """The loss at the start of the inner batch; see the base class."""
+    weights = self._as_read(state.start, state.start)
+    y = self.read(params, weights, k[:, None].astype(jnp.float32))[:, 0]
+    gates = {name: gates[name] for name in self.loss.gates()}
+    return self.loss.value(y, v.astype(jnp.float32), gates)
+
+  def _as_read(self, start, theta):
+    """Stored parameters as weights, scaled as at the start of the batch."""
+    scale = self._closing.scale(start)
     if scale is None:
-      return state.theta
+      return theta
     return {
       name: scale[name].reshape(scale[name].shape + (1,) * (x.ndim - 2)) * x
-      for name, x in state.theta.items()
+      for name, x in theta.items()
     }
 
   def read(
@@ -279,18 +282,18 @@ class Miras(Memory):
       implementation=self.implementation,
     )
 
-  def _map(self, params, x):
+  def _network_shape(self, shape: HeadShape) -> HeadShape:
     if self.features is None:
-      return x
-    return self.features(params["features"], x)
+      return shape
+    return shape._replace(key_dim=self.features.width(shape.key_dim))
+
+  def _map(self, params, x):
+    return x if self.features is None else self.features(params["features"], x)
 
   def _network_params(self, params):
     """The initial network out of the learned parameters."""
-    params = {
-      name: x
-      for name, x in params.items()
-      if name not in ("features", "row_bias")
-    }
+    others = ("features", "row_bias")
+    params = {name: x for name, x in params.items() if name not in others}
     if isinstance(self._closing, EntropyClosing):
       return self._closing.positive(params)
     return params

@@ -10,8 +10,11 @@ import jax.numpy as jnp
 from memcache_jax.array_typing import Array, Float
 from memcache_jax.ops import _checks
 from memcache_jax.ops.mlp_memory import (
+  Architecture,
   Closing,
+  Dot,
   EntropyClosing,
+  InnerLoss,
   MuonClosing,
   NormClosing,
 )
@@ -71,6 +74,43 @@ class Optimizer:
       raise ValueError(
         f"`restart` {self.restart!r} works without `momentum` and `muon`."
       )
+
+
+def check_composition(
+  retention: Retention, optimizer: Optimizer, window: int
+) -> None:
+  """Raises ValueError where parts of a memory do not go together."""
+  if optimizer.muon and retention.closing != Closing():
+    raise ValueError(
+      "`optimizer` with muon needs a `retention` without norm and entropy."
+    )
+  if optimizer.restart != "none" and (retention.decay or window > 1):
+    raise ValueError(
+      "`optimizer` with restart needs Retention(decay=False) and window=1: "
+      f"got decay={retention.decay}, window={window}."
+    )
+
+
+def default_step_scale(
+  architecture: Architecture, loss: InnerLoss, optimizer: Optimizer
+) -> float:
+  """Largest total step of an inner batch that is known to be stable.
+
+  With keys of unit length: 1 where a norm bounds what the network returns,
+  else 1/2, or 1/4 for `Dot`, whose gradient does not shrink as the memory
+  learns. A tenth of it with momentum, which adds up ten steps at 0.9. Muon
+  makes the size of a step meaningless.
+
+  Args:
+    architecture: the network.
+    loss: the inner loss.
+    optimizer: how steps are taken.
+  """
+  if optimizer.muon is not None:
+    return 1.0
+  scale = 0.25 if isinstance(loss, Dot) else 0.5
+  scale = 1.0 if architecture.has_norm else scale
+  return 0.1 * scale if optimizer.momentum else scale
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,11 @@
 
 from memcache_jax.models._config import ModelConfig, Size
 from memcache_jax.models._embedding import Embedding
+from memcache_jax.models._inspection import (
+  MemoryReport,
+  memory_reports,
+  segment_gates,
+)
 from memcache_jax.models._language_model import LanguageModel
 from memcache_jax.models._loss import next_token_loss
 from memcache_jax.models._specs import AttentionSpec, MemorySpec, MixerSpec
@@ -11,10 +16,13 @@ __all__ = [
   "AttentionSpec",
   "Embedding",
   "LanguageModel",
+  "MemoryReport",
   "MemorySpec",
   "MixerSpec",
   "ModelConfig",
   "Size",
   "check_token_ids",
+  "memory_reports",
   "next_token_loss",
+  "segment_gates",
 ]

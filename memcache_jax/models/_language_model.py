@@ -138,7 +138,7 @@ class LanguageModel(nnx.Module):
       }
     )
     _checks.check_bool(mask=mask, starts=starts, segment_ends=segment_ends)
-    self._check_segment_ends(segment_ends)
+    self.check_segment_ends(segment_ends)
     check_token_ids(tokens, self.config.vocab_size, mask)
     if state is not None:
       layers = self.config.num_layers
@@ -167,39 +167,9 @@ class LanguageModel(nnx.Module):
       return self.embedding.attend(x)
     return self.head(x, jnp.float32)
 
-  def segment_gates(
-    self,
-    tokens: Int[Array, "b t"],
-    *,
-    mask: Bool[Array, "b t"] | None = None,
-    segment_ends: Bool[Array, "b t"] | None = None,
-  ) -> dict[int, Float[Array, "b t n s_and_online"]]:
-    """How much every token reads each memory, for looking at and plotting.
-
-    Args:
-      tokens: ids of new sequences.
-      mask: False for tokens that do not exist.
-      segment_ends: True at the last token of a segment.
-
-    Returns:
-      For every layer with a cached memory, by its number from 0, the weight
-      of the cached memories in order and last that of the online one.
-    """
-    self._check_segment_ends(segment_ends)
-    check_token_ids(tokens, self.config.vocab_size, mask)
-    x, gates, layer = self.embedding(tokens, mask), {}, 0
-    for group in self._groups():
-      for block in group:
-        flags = {"mask": mask}
-        if block.uses_segment_ends:
-          flags["segment_ends"] = segment_ends
-        memory = getattr(block.mixer, "memory", None)
-        if hasattr(memory, "inspect"):
-          x, _, gates[layer] = block.inspect(x, **flags)
-        else:
-          x, _ = block(x, **flags)
-        layer += 1
-    return gates
+  def unstacked_blocks(self) -> list[Block]:
+    """The blocks in order, each with its own weights."""
+    return [block for group in self._groups() for block in group]
 
   def _hold(self, x):
     """Keeps the residual stream on the devices where it belongs."""
@@ -207,7 +177,8 @@ class LanguageModel(nnx.Module):
       return x
     return jax.lax.with_sharding_constraint(x, self.config.activations)
 
-  def _check_segment_ends(self, segment_ends):
+  def check_segment_ends(self, segment_ends: Array | None) -> None:
+    """Raises ValueError for flags that no layer has a use for."""
     if segment_ends is None or any(b.uses_segment_ends for b in self.blocks):
       return
     raise ValueError(

@@ -3,6 +3,7 @@
 import math
 import numbers
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -107,11 +108,11 @@ def check_number(
     raise ValueError(f"`{name}` must be a number {limits}: got {value!r}.")
 
 
-def check_dtype(**values: object) -> None:
+def check_dtype(**values: Any) -> None:
   """Raises ValueError for a value that is not a floating dtype."""
   for name, value in values.items():
     try:
-      dtype = None if value is None else jnp.dtype(value)  # pyright: ignore[reportArgumentType]
+      dtype = None if value is None else jnp.dtype(value)
     except TypeError:
       dtype = None
     if dtype is None or not jnp.issubdtype(dtype, jnp.floating):

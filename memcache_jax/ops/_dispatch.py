@@ -1,34 +1,121 @@
-"""Which implementation of an op runs."""
+"""Which implementation of an op runs.
 
-from typing import Literal, TypeAlias
+There are two in XLA, which run everywhere, and kernels, each for one kind of
+accelerator. A kernel that cannot take a call says why.
+"""
+
+import importlib
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Any, Literal, TypeAlias
+
+import jax
 
 Implementation: TypeAlias = Literal["reference", "xla", "mosaic_tpu", "triton"]
+Choice: TypeAlias = Literal[
+  "reference", "xla", "mosaic_tpu", "triton", "by_platform"
+]
 
 _NAMES = ("reference", "xla", "mosaic_tpu", "triton")
+_PLATFORMS = {"mosaic_tpu": "tpu", "triton": "cuda"}
 
 
-def resolve(op: str, implementation: str | None) -> Literal["reference", "xla"]:
+def resolve(
+  op: str,
+  implementation: str | None,
+  kernels: Mapping[str, str | None] | None = None,
+) -> Choice:
   """Turns the public `implementation` argument into the one to run.
 
-  ``None`` takes the fastest one there is for the op. An explicit choice never
-  falls back to another.
+  ``None`` takes the fastest one there is for the op and the call. An explicit
+  choice never falls back to another.
+
+  Args:
+    op: its name.
+    implementation: the argument.
+    kernels: the kernels of the op; why each cannot take the call, or None.
+
+  Returns:
+    A name, or "by_platform" where the platform that the program is lowered
+    for decides between kernels and "xla".
 
   Raises:
     ValueError: for a name that does not exist.
-    NotImplementedError: for one that this op does not have.
+    NotImplementedError: for one that this op, or this call, does not have.
   """
+  kernels = {} if kernels is None else kernels
   match implementation:
-    case None | "xla":
-      return "xla"
-    case "reference":
-      return "reference"
+    case None:
+      return "by_platform" if None in kernels.values() else "xla"
+    case "xla" | "reference":
+      return implementation
     case "mosaic_tpu" | "triton":
+      reason = kernels.get(implementation, "there is none")
+      if reason is None:
+        return implementation
       raise NotImplementedError(
-        f"{op} has no {implementation!r} kernel: use implementation='xla', "
-        "which runs on every platform, or None."
+        f"{op} cannot run as a {implementation!r} kernel: {reason}. Use "
+        "implementation='xla', which runs on every platform, or None."
       )
     case _:
       raise ValueError(
         f"`implementation` must be None or one of {_NAMES}: "
         f"got {implementation!r}."
       )
+
+
+def run(
+  choice: Choice,
+  xla: Callable[..., Any],
+  kernels: Mapping[str, Callable[..., Any] | None],
+  *args: Any,
+) -> Any:
+  """Calls the chosen kernel, or the one of the platform lowered for.
+
+  Args:
+    choice: what `resolve` returned.
+    xla: what runs where no kernel does.
+    kernels: by name; None for one that cannot take the call.
+    *args: arrays, for whichever runs.
+  """
+  if choice == "by_platform":
+    branches = {
+      _PLATFORMS[name]: kernel for name, kernel in kernels.items() if kernel
+    }
+    return jax.lax.platform_dependent(*args, default=xla, **branches)
+  kernel = kernels.get(choice)
+  return xla(*args) if kernel is None else kernel(*args)
+
+
+def kernel_module(name: str) -> ModuleType:
+  """Imports ``memcache_jax.pallas_kernels.<name>``.
+
+  Raises:
+    ImportError: when the kernels are not installed, as in a bare checkout.
+  """
+  try:
+    return importlib.import_module(f"memcache_jax.pallas_kernels.{name}")
+  except ModuleNotFoundError as error:
+    raise ImportError(
+      "memcache_jax.pallas_kernels is not installed: run `pip install -e .` "
+      "in the checkout."
+    ) from error
+
+
+def first_order(op: str, rule: Callable[..., Any], *args: Any) -> Any:
+  """Runs a rule of a `custom_vjp` that has no derivative of its own.
+
+  Raises:
+    NotImplementedError: when it is differentiated, for a second derivative.
+  """
+  run_once = jax.custom_jvp(rule)
+
+  @run_once.defjvp
+  def _(primals, tangents):
+    del primals, tangents
+    raise NotImplementedError(
+      f"{op} has first derivatives only where it may run as a kernel: use "
+      "implementation='xla' for higher ones."
+    )
+
+  return run_once(*args)

@@ -287,7 +287,8 @@ def test_the_program_does_not_grow_with_the_sequence():
     text = jax.jit(jax.grad(loss)).lower(tokens).as_text()
     return len(text.splitlines())
 
-  assert lines(128 * C) <= 1.15 * lines(4 * C)
+  # From 16 segments on there are as many bands as there will ever be.
+  assert lines(128 * C) <= 1.15 * lines(16 * C)
 
 
 def _fails(call, match):

@@ -90,24 +90,6 @@ def test_segments_end_at_flags_or_when_they_are_full():
     assert state.count[row] == count
 
 
-def test_flags_on_a_grid_make_constant_segments():
-  tokens = replace(
-    _tokens([(), ()]),
-    mask=None,
-    starts=None,
-    segment_ends=_flags(*[range(2, T, 3)] * 2),
-  )
-  memory = replace(MEMORY, segments=Explicit(LONGEST, T // 3))
-  constant = replace(MEMORY, segments=Constant(3))
-  both = fast_to_compile(
-    lambda x: (
-      memory.scan({}, None, x)[0],
-      constant.scan({}, None, replace(x, segment_ends=None))[0],
-    )
-  )
-  assert_close(*both(tokens))
-
-
 def test_without_flags_the_program_is_that_of_constant_segments():
   tokens = random_tokens(MEMORY, SHAPE, 2, T)
   tokens = replace(tokens, mask=None, starts=None, segment_ends=None)
@@ -124,16 +106,12 @@ def test_without_flags_the_program_is_that_of_constant_segments():
 def test_room():
   """What does not fit is nan from its first token on, in every split."""
   tokens = _tokens([range(0, T, 2), (9,)])
-  wide = replace(MEMORY, segments=Explicit(LONGEST, T))
-  expected = fast_to_compile(lambda x: wide.scan({}, None, x)[0])(tokens)
-  for state in (None, _empty()):
-    y, _ = _scan(state, tokens)
-    for sizes in ([1], [6, 1]) if state is not None else ():
-      pieces, after = stream(_scan, state, tokens, sizes)
-      np.testing.assert_allclose(pieces, y, atol=1e-5)
-    fits = [2 * ROOM + 1, T]
+  fits = [2 * ROOM + 1, T]
+  pieces, after = stream(_scan, _empty(), tokens, [1])
+  for y in (_scan(None, tokens)[0], _scan(_empty(), tokens)[0], pieces):
     for row, last in enumerate(fits):
-      np.testing.assert_allclose(y[row, :last], expected[row, :last], atol=1e-5)
+      expected, _ = _definition(tokens, row)
+      np.testing.assert_allclose(y[row, :last, 0], expected[:last], atol=1e-5)
     lost = np.isnan(y[0, fits[0] :]).all(axis=(1, 2))
     np.testing.assert_array_equal(lost, tokens.mask[0, fits[0] :])
   # A new document is whole again.

@@ -111,10 +111,23 @@ def test_a_run_ends_when_a_case_fails(monkeypatch):
     layer.main(["--rival-python=none", "--jax-rival-python=none"])
 
 
-def times(library="memcache_jax", memory="linear", segment=64, **cpu_ms):
-  aggregate = "grm" if segment else "none"
-  case = cases.Case(library, "bare", memory, aggregate, segment)
-  record = {**vars(case), "version": "1", "peak_mib": None, "first_call_s": 1}
+def times(
+  library="memcache_jax",
+  memory="linear",
+  segment=64,
+  inner_batch=0,
+  peak_mib=None,
+  **cpu_ms,
+):
+  case = cases.Case(
+    library=library,
+    memory=memory,
+    inner_batch=inner_batch,
+    aggregate="grm" if segment else "none",
+    segment=segment,
+  )
+  record = {**vars(case), "version": "1", "peak_mib": peak_mib}
+  record["first_call_s"] = 1
   return [record | {"mode": m, "cpu_ms": cpu_ms[m]} for m in cases.MODES]
 
 
@@ -140,7 +153,24 @@ def test_bars_say_met_or_missed():
   assert len(table.splitlines()) == 2 + 5
   assert "jax-linear-attention 1: gated delta" in table
   assert "29.0x" in table
-  assert {bar.verdict() for bar in report.bars([])} == {"not measured"}
+  for empty in (report.bars([]), report.deep_bars([])):
+    assert {bar.verdict() for bar in empty} == {"not measured"}
+
+
+def test_bars_of_deep_memories_say_met_or_missed():
+  titans = {"memory": "titans", "segment": 0}
+  ms = {"forward": 1.0, "forward_backward": 1.0}
+  grm = {"memory": "dla", "forward": 1.0}
+  records = [
+    *times(**titans, inner_batch=16, peak_mib=6.0, **ms),
+    *times("titans-pytorch", **titans, inner_batch=16, peak_mib=10.0, **ms),
+    *times(**grm, forward_backward=1.0),
+    *times("memory-caching", **grm, forward_backward=25.0),
+  ]
+  bars = {bar.text: bar for bar in report.deep_bars(records)}
+  assert len(bars) == 2 * len(cases.INNER_BATCHES) + 2
+  verdicts = [bar.verdict() for bar in bars.values() if bar.ratio is not None]
+  assert verdicts == ["missed", "missed", "met"]
 
 
 def test_compile_time_says_met_or_missed(monkeypatch):
@@ -164,5 +194,5 @@ def test_tables_go_into_the_readme(tmp_path):
   )
   with pytest.raises(ValueError, match="once"):
     readme.replace("other", "new", path)
-  for part in ("layer", "compile_time"):
+  for part in ("layer", "deep", "compile_time"):
     assert f"<!-- {part} -->\n" in readme.README.read_text()

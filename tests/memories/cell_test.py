@@ -17,10 +17,9 @@ from memcache_jax.caching import (
   Residual,
   SparseSelective,
 )
-from memcache_jax.layers import InitialMemory
 from memcache_jax.memories import Cell, HeadShape
 from memcache_jax.testing import assert_close, random_tokens
-from tests.layers.cases import DIM, fast_to_compile, louder, memory_mixer
+from tests.layers.cases import fast_to_compile
 
 SHAPE = HeadShape(num_heads=2, key_dim=4, value_dim=3)
 ROWS, LENGTH, SEGMENT = 2, 11, 4
@@ -125,17 +124,17 @@ def test_every_aggregator_and_write_mode():
     assert_close(y, mixed * opening, 1e-5)
 
 
-def test_a_layer_learns_every_part_of_it():
-  memory = Cached(Cell(nnx.SimpleCell), Constant(SEGMENT))
-  layer = louder(memory_mixer(memory))
+def test_every_parameter_is_learned():
+  memory = Cached(Cell(nnx.SimpleCell), Constant(SEGMENT), Residual())
+  params = memory.init_params(jax.random.key(1), SHAPE)
+  tokens = _tokens(memory)
 
   @fast_to_compile
   @jax.grad
-  def gradient(layer, x):
-    return jnp.sum(jnp.sin(layer(x)[0]))
+  def gradient(params):
+    return jnp.sum(jnp.sin(memory.scan(params, None, tokens)[0]))
 
-  x = jax.random.normal(jax.random.key(0), (1, LENGTH, DIM))
-  found = nnx.state(gradient(layer, x), InitialMemory)
+  found = gradient(params)
   chex.assert_tree_all_finite(found)
   assert len(jax.tree.leaves(found)) == 5
   assert all(np.any(leaf != 0) for leaf in jax.tree.leaves(found))

@@ -146,11 +146,33 @@ def test_gradients_are_those_of_one_by_one(memory):
 
 @_parametrize((*models.MEMORIES, *models.OTHERS))
 def test_scan_is_the_token_loop(memory):
-  """The fast scan against the definition that needs only step and read."""
+  """The fast scan against the definition that needs only step and read.
+
+  A memory that closes after reading leaves the same state; what it reads is
+  compared in mlp_memory_test.py and deep_test.py.
+  """
   fns = compiled(memory)
   tokens = make(memory)
   loop = jax.jit(lambda x: scan_tokens(memory, fns.params, None, x))
-  assert_close(fns.run(tokens), loop(tokens))
+  (y, state), (want, last) = fns.run(tokens), loop(tokens)
+  assert_close(state, last)
+  if not memory.closes_after_reading:
+    assert_close(y, want)
+
+
+@every_memory
+def test_tokens_are_written(memory):
+  """Every parameter of the memory leaves its initial value, in every row."""
+  fns = compiled(memory)
+  first = memory.snapshot(empty(memory))
+  # As many tokens as end no segment, after which memories start anew.
+  mask = jnp.broadcast_to(jnp.arange(LENGTH) < 7, (2, LENGTH))
+  tokens = replace(make(memory, start=0.0), mask=mask)
+  after = memory.snapshot(fns.run(tokens)[1])
+  for old, new in zip(
+    jax.tree.leaves(first), jax.tree.leaves(after), strict=True
+  ):
+    assert np.all(np.max(np.abs(new - old).reshape(2, -1), axis=1) > 1e-6)
 
 
 @selection

@@ -7,16 +7,19 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from memcache_jax.caching import Cached, Constant
+from memcache_jax.caching import Cached, Constant, GatedResidual
 from memcache_jax.layers import NoDecayParam
-from memcache_jax.memories import Linear, SlidingWindowLinear
+from memcache_jax.memories import Linear, SlidingWindowLinear, Titans
 from memcache_jax.models import (
   AttentionSpec,
   LanguageModel,
   MemorySpec,
   ModelConfig,
+  memory_reports,
   next_token_loss,
+  segment_gates,
 )
+from memcache_jax.ops.mlp_memory import MLP
 from tests.layers.cases import fast_to_compile, lengths_of_pieces, louder
 
 VOCAB, LENGTH = 17, 22
@@ -204,9 +207,7 @@ def test_bfloat16_is_close_with_float32_logits():
 def test_segment_gates():
   model = make()
   given = tokens(11)
-  gates = fast_to_compile(lambda model, tokens: model.segment_gates(tokens))(
-    model, given
-  )
+  gates = fast_to_compile(segment_gates)(model, given)
   assert sorted(gates) == [0, 2]
   for weights in gates.values():
     chex.assert_shape(weights, (2, 11, 2, 3))
@@ -214,6 +215,29 @@ def test_segment_gates():
     # In the first segment there is only the online memory to read.
     np.testing.assert_allclose(weights[:, :4, :, -1], 1, atol=1e-6)
     assert np.all(weights[:, 4:, :, 0] > 0)
+
+
+def test_memory_reports():
+  """Of a memory that minimises nothing, and a cached one that does.
+
+  Padding counts for nothing.
+  """
+  deep = Titans(MLP(depth=1), inner_batch=4)
+  cached = Cached(deep, Constant(4), GatedResidual())
+  pattern = tuple(MemorySpec(m, 2) for m in (Linear(), cached))
+  config = dataclasses.replace(CONFIG, pattern=pattern, num_layers=2)
+  given = tokens(11)
+  report = fast_to_compile(
+    lambda model, tokens, mask: memory_reports(model, tokens, mask=mask)
+  )
+  mask = jnp.broadcast_to(jnp.arange(11) < 7, (2, 11))
+  reports = report(make(config), given, mask)
+  assert sorted(reports) == [0, 1]
+  assert reports[0].inner_loss is None
+  assert all(report.state_norm > 0 for report in reports.values())
+  assert reports[1].inner_loss > 0
+  padding = given.at[:, 7:].set(1)
+  chex.assert_trees_all_close(report(make(config), padding, mask), reports)
 
 
 @pytest.mark.parametrize("token", [-1, VOCAB, 99])

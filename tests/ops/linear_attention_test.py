@@ -75,8 +75,9 @@ def _check(inputs, state, chunk_size=16, tolerance=2e-5):
   assert_close(got[1], expected[1], 5 * tolerance)
 
 
-@pytest.mark.parametrize("window", [1, 2, 4])
-@pytest.mark.parametrize("t", [1, 3, 33, 64])
+@pytest.mark.parametrize(
+  ("t", "window"), [(1, 1), (1, 4), (3, 4), (33, 2), (64, 1), (64, 4)]
+)
 def test_equals_the_definition(t, window):
   _check(_inputs(t, t, window), _state(t, window))
 
@@ -101,12 +102,12 @@ def test_every_option_may_be_missing(missing):
 
 @settings(max_examples=10, deadline=None)
 @given(
-  t=st.sampled_from([7, 40]),
-  chunk_size=st.sampled_from([5, 16]),
+  lengths=st.sampled_from([(7, 16), (40, 5)]),
   window=st.sampled_from([1, 3]),
   seed=st.integers(0, 1000),
 )
-def test_any_masks_and_documents(t, chunk_size, window, seed):
+def test_any_masks_and_documents(lengths, window, seed):
+  t, chunk_size = lengths
   _check(_inputs(seed, t, window), _state(seed, window), chunk_size)
 
 
@@ -120,7 +121,7 @@ def test_chunk_padding_leaves_no_trace():
     static_argnums=2,
   )
   cut = lambda a, b: {name: x[:, a:b] for name, x in inputs.items()}
-  for t in (65, 66, 79, 80, 96, 127):
+  for t in (65, 80, 127):
     whole = scan(cut(0, t), None, 64)
     before = scan(cut(0, t - 1), None, 64)[1]
     y, state = scan(cut(t - 1, t), before, 64)

@@ -46,6 +46,11 @@ class Architecture:
   stay independent; every map is used exactly once.
   """
 
+  @property
+  def has_norm(self) -> bool:
+    """Whether a norm bounds its output: the option `norm`, if it has one."""
+    return getattr(self, "norm", False)
+
   def affine_maps(
     self, key_dim: int, value_dim: int
   ) -> Mapping[str, AffineShape]:

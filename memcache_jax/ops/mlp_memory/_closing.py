@@ -49,14 +49,18 @@ class Closing:
 class NormClosing(Closing):
   r"""``W = A / |A|_q^{q-2}``, the norm that of the batch's start: Moneta.
 
-  Miras (arXiv 2504.13173), l_q retention; one norm per head and parameter.
-  What is stored is A; gradients are taken and reads made at W.
+  Miras (arXiv 2504.13173), l_q retention; one norm per head and weight. What
+  is stored is A; gradients are taken and reads made at W. Biases, which start
+  at zero and so have no norm to divide by, are read as they are.
   """
 
   q: float = 4.0
 
   def scale(self, start):
-    return {name: self._scale(x) for name, x in start.items()}
+    return {
+      name: jnp.ones(x.shape[:2], x.dtype) if is_bias(name) else self._scale(x)
+      for name, x in start.items()
+    }
 
   def _scale(self, x):
     # Scaled by the largest entry, which keeps powers in range. The guard is

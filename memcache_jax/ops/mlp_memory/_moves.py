@@ -37,7 +37,8 @@ def split(
   x: Shaped[Array, "b t n ..."], size: int
 ) -> Shaped[Array, "g b n c ..."]:
   """[b t n ...] to [g b n c ...]."""
-  return to_blocks(x.reshape(x.shape[0], -1, size, *x.shape[2:]))
+  b, t = x.shape[:2]
+  return to_blocks(x.reshape(b, t // size, size, *x.shape[2:]))
 
 
 def to_blocks(

@@ -1,0 +1,118 @@
+"""What the memories of a model do with a text, to be plotted or logged."""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+
+from memcache_jax.array_typing import Array, Bool, Float, Int
+from memcache_jax.layers import MemoryMixer
+from memcache_jax.memories import Watched
+from memcache_jax.models._language_model import LanguageModel
+from memcache_jax.models._tokens import check_token_ids
+
+
+class MemoryReport(NamedTuple):
+  """What the memory of one layer did with some tokens.
+
+  Attributes:
+    inner_loss: mean over tokens and heads of what the memory minimises, at
+      the weights at which gradients are taken; None where it is nothing.
+    state_norm: the largest norm of the memory of a head, at any token.
+  """
+
+  inner_loss: Float[Array, ""] | None
+  state_norm: Float[Array, ""]
+
+
+def segment_gates(
+  model: LanguageModel,
+  tokens: Int[Array, "b t"],
+  *,
+  mask: Bool[Array, "b t"] | None = None,
+  segment_ends: Bool[Array, "b t"] | None = None,
+) -> dict[int, Float[Array, "b t n s_and_online"]]:
+  """How much every token reads each memory, for looking at and plotting.
+
+  Args:
+    model: the model.
+    tokens: ids of new sequences.
+    mask: False for tokens that do not exist.
+    segment_ends: True at the last token of a segment.
+
+  Returns:
+    For every layer with a cached memory, by its number from 0, the weight
+    of the cached memories in order and last that of the online one.
+
+  Example:
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> from flax import nnx
+    >>> from memcache_jax.models import LanguageModel, ModelConfig
+    >>> from memcache_jax.models import segment_gates
+    >>> model = LanguageModel(ModelConfig.tiny(), rngs=nnx.Rngs(0))
+    >>> gates = jax.jit(segment_gates)(model, jnp.ones((1, 40), jnp.int32))
+    >>> gates[0].shape  # 2 cached segments of 16 tokens, and the online one
+    (1, 40, 2, 3)
+  """
+  model.check_segment_ends(segment_ends)
+  check_token_ids(tokens, model.config.vocab_size, mask)
+  x, gates = model.embedding(tokens, mask), {}
+  for layer, block in enumerate(model.unstacked_blocks()):
+    flags = {"mask": mask}
+    if block.uses_segment_ends:
+      flags["segment_ends"] = segment_ends
+    memory = getattr(block.mixer, "memory", None)
+    if hasattr(memory, "inspect"):
+      x, _, gates[layer] = block.inspect(x, **flags)
+    else:
+      x, _ = block(x, **flags)
+  return gates
+
+
+def memory_reports(
+  model: LanguageModel,
+  tokens: Int[Array, "b t"],
+  *,
+  mask: Bool[Array, "b t"] | None = None,
+) -> dict[int, MemoryReport]:
+  """How well every memory learns, and how large it grows, to be logged.
+
+  The largest norm names the layer that diverges, or will.
+
+  Args:
+    model: the model.
+    tokens: ids of new sequences; a few, as they are written one by one.
+    mask: False for tokens that do not exist.
+
+  Returns:
+    For every layer with a memory, by its number from 0, its report.
+
+  Example:
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> from flax import nnx
+    >>> from memcache_jax.models import LanguageModel, ModelConfig
+    >>> from memcache_jax.models import memory_reports
+    >>> model = LanguageModel(ModelConfig.tiny(), rngs=nnx.Rngs(0))
+    >>> reports = jax.jit(memory_reports)(model, jnp.ones((1, 9), jnp.int32))
+    >>> sorted(reports)
+    [0, 1]
+  """
+  check_token_ids(tokens, model.config.vocab_size, mask)
+  x, reports = model.embedding(tokens, mask), {}
+  for layer, block in enumerate(model.unstacked_blocks()):
+    if isinstance(block.mixer, MemoryMixer):
+      watched = block.mixer.watch(block.mixer_norm(x), mask=mask)
+      reports[layer] = _report(watched, mask)
+    x, _ = block(x, mask=mask)
+  return reports
+
+
+def _report(watched: Watched, mask) -> MemoryReport:
+  loss = watched.inner_loss
+  if loss is not None:
+    count = jnp.asarray(loss.size, jnp.float32)
+    if mask is not None:
+      count = loss.shape[2] * jnp.sum(mask, dtype=jnp.float32)
+    loss = jnp.sum(loss) / jnp.maximum(count, 1.0)
+  return MemoryReport(loss, jnp.max(watched.norm))

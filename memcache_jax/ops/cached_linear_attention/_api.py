@@ -1,0 +1,297 @@
+"""`cached_linear_attention`: checks, gradient, choice of implementation."""
+
+import functools
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from memcache_jax import sharding
+from memcache_jax.array_typing import Array, Bool, Float
+from memcache_jax.ops import _checks, _dispatch
+from memcache_jax.ops.cached_linear_attention import _chunked, _reference
+from memcache_jax.ops.cached_linear_attention._inputs import (
+  Cut,
+  Inputs,
+  WriteMode,
+)
+from memcache_jax.ops.cached_linear_attention._kernel_operands import (
+  is_chained,
+  kernel_operands,
+)
+
+_NAME = "cached_linear_attention"
+
+
+def cached_linear_attention(
+  q: Float[Array, "b t n k"],
+  k: Float[Array, "b t n k"],
+  v: Float[Array, "b t n v"],
+  weights: Float[Array, "b t n slots"],
+  own_weight: Float[Array, "b t n"],
+  *,
+  segment_length: int,
+  log_decay: Float[Array, "b t n"] | None = None,
+  write: Float[Array, "b t n"] | None = None,
+  memories: Float[Array, "b s n k v"] | None = None,
+  state: Float[Array, "b n k v"] | None = None,
+  fresh: Bool[Array, "b g"] | None = None,
+  write_mode: WriteMode = "independent",
+  chunk_size: int = 64,
+  implementation: _dispatch.Implementation | None = None,
+) -> tuple[Float[Array, "b t n v"], Float[Array, "b g n k v"]]:
+  r"""Decayed linear attention by segments, whose end states are read, too.
+
+  .. math::
+    S_t = a_t S_{t-1} + \beta_t\, k_t^T v_t, \qquad
+    y_t = \gamma_t\, q_t S_t + \sum_{i<s(t)} \gamma_{t,i}\, q_t S^{(i)}
+
+  Memory Caching (arXiv 2602.24281), Eq. 4-9, for matrix memories in row
+  vectors: ``S^(i)`` are the memories carried into the call and the states at
+  the end of its segments ``i``, of which a token of segment ``s`` reads the
+  earlier ones. A token that does not exist has zero k, v and log_decay.
+
+  Args:
+    q: queries; float32 or bfloat16, like k and v.
+    k: keys.
+    v: values.
+    weights: gates of the s memories carried into the call, then of the end
+      states of its g segments; ignored where a token may not read them.
+    own_weight: gate of the online memory.
+    segment_length: tokens of a segment; the last one may have fewer.
+    log_decay: logarithm of the decay ``a_t``, ``<= 0``. None: no decay.
+    write: write strength. None: 1.
+    memories: carried into the call, float32. None: none are.
+    state: online memory before the call, float32, with which its first segment
+      goes on. None: nothing written.
+    fresh: segments at which a document starts: before them everything is
+      forgotten. What they may read is for `weights` to say. None: none is.
+    write_mode: "independent": every segment starts from nothing. "checkpoint":
+      from the end of the one before.
+    chunk_size: tokens computed in parallel; changes speed only.
+    implementation: "reference" (token by token), "xla", "mosaic_tpu" or None
+      for the fastest on the platform the program is compiled for.
+
+  Returns:
+    y, in the dtype of v, and the end states of all segments, in float32.
+
+  Raises:
+    ValueError: when shapes or dtypes do not fit together.
+    NotImplementedError: when the chosen implementation cannot take the call;
+      on second derivatives, unless it is "reference" or "xla".
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> from memcache_jax.ops import cached_linear_attention
+    >>> x, gates = jnp.ones((1, 4, 1, 2)), jnp.ones((1, 4, 1, 2))
+    >>> y, ends = cached_linear_attention(
+    ...   x, x, x, gates, gates[..., 0], segment_length=2
+    ... )
+    >>> y[0, :, 0, 0].tolist()
+    [2.0, 4.0, 6.0, 8.0]
+  """
+  inputs = Inputs(
+    q, k, v, weights, own_weight, log_decay, write, memories, state
+  )
+  carried = 0 if memories is None else memories.shape[1]
+  _checks.check_positive(segment_length=segment_length, chunk_size=chunk_size)
+  _checks.check_choice(write_mode=(write_mode, ("independent", "checkpoint")))
+  cut = Cut(segment_length, q.shape[1], carried, write_mode)
+  _check(inputs, fresh, cut)
+  if cut.tokens == 0:
+    b, _, n, key_dim = q.shape
+    return v, jnp.zeros((b, 0, n, key_dim, v.shape[-1]), jnp.float32)
+  why_not = None
+  if implementation in (None, "mosaic_tpu"):
+    why_not = _kernel_config().supports(_call(inputs, cut))
+  choice = _dispatch.resolve(_NAME, implementation, {"mosaic_tpu": why_not})
+  if choice == "reference":
+    return _reference.cached_linear_attention(inputs, fresh, cut)
+  if choice == "xla":
+    return _chunked.cached_linear_attention(inputs, fresh, cut, chunk_size)
+  return _by_kernel(_Options(cut, chunk_size, choice), inputs, fresh)
+
+
+def has_kernel(
+  key_dim: int,
+  value_dim: int,
+  dtype: str,
+  *,
+  segment_length: int,
+  segments: int,
+  carried: int,
+  implementation: _dispatch.Implementation | None,
+) -> bool:
+  """Whether a call with such sizes may run as a kernel.
+
+  Args:
+    key_dim: width of queries and keys.
+    value_dim: width of values.
+    dtype: of these.
+    segment_length: tokens of a segment.
+    segments: of the call.
+    carried: memories carried into the call, with its state.
+    implementation: as in the call; an explicit one is taken at its word.
+  """
+  if implementation is not None:
+    return implementation in ("mosaic_tpu", "triton")
+  config = _kernel_config()
+  call = config.Call(
+    key_dim, value_dim, dtype, segment_length, segments, carried
+  )
+  return config.supports(call) is None
+
+
+def _check(inputs, fresh, cut):
+  slots = cut.carried + cut.segments
+  _checks.check_shapes(
+    {
+      "q": (inputs.q, "b t n k"),
+      "k": (inputs.k, "b t n k"),
+      "v": (inputs.v, "b t n v"),
+      "weights": (inputs.weights, f"b t n {slots}"),
+      "own_weight": (inputs.own_weight, "b t n"),
+      "log_decay": (inputs.log_decay, "b t n"),
+      "write": (inputs.write, "b t n"),
+      "memories": (inputs.memories, "b s n k v"),
+      "state": (inputs.state, "b n k v"),
+      "fresh": (fresh, f"b {cut.segments}"),
+    }
+  )
+  _checks.check_floating(**inputs._asdict())
+  _checks.check_same_dtype(q=inputs.q, k=inputs.k, v=inputs.v)
+  _checks.check_bool(fresh=fresh)
+
+
+@dataclass(frozen=True)
+class _Options:
+  """What is known without the arrays."""
+
+  cut: Cut
+  chunk_size: int
+  choice: _dispatch.Choice
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _by_kernel(options, inputs, fresh):
+  return _forward(options, inputs, fresh)[0]
+
+
+# Axes of what goes in and comes out, for devices that hold a part of it.
+_AXES = (
+  *("b t n k", "b t n k", "b t n v", "b t n s", "b t n"),
+  *("b t n", "b t n", "b s n k v", "b n k v"),
+)
+_OUTPUT_AXES = ("b t n v", "b g n k v")
+
+
+def _axes_of(inputs, fresh):
+  present = lambda axes, x: None if x is None else axes
+  axes = Inputs._make(map(present, _AXES, inputs))
+  return axes, present("b g", fresh)
+
+
+def _forward(options, inputs, fresh):
+  def forward(inputs, fresh):
+    return _dispatch.run(
+      options.choice,
+      lambda inputs, fresh: _chunked.cached_linear_attention(
+        inputs, fresh, options.cut, options.chunk_size
+      ),
+      {"mosaic_tpu": functools.partial(_mosaic_tpu, options.cut)},
+      *(inputs, fresh),
+    )
+
+  def spread(*args):
+    return sharding.over_batch_and_heads(
+      forward, args, _axes_of(*args), _OUTPUT_AXES
+    )
+
+  outputs = _dispatch.first_order(_NAME, spread, inputs, fresh)
+  return outputs, (inputs, fresh, outputs[1])
+
+
+def _backward(options, residuals, gradients):
+  inputs, fresh, ends = residuals
+
+  def xla(inputs, fresh, ends, gradients):
+    del ends
+    forward = lambda inputs: _chunked.cached_linear_attention(
+      inputs, fresh, options.cut, options.chunk_size
+    )
+    return jax.vjp(forward, inputs)[1](gradients)[0]
+
+  def backward(inputs, fresh, ends, gradients):
+    return _dispatch.run(
+      options.choice,
+      xla,
+      {"mosaic_tpu": functools.partial(_mosaic_tpu_vjp, options.cut)},
+      *(inputs, fresh, ends, gradients),
+    )
+
+  def spread(*args):
+    axes = _axes_of(inputs, fresh)
+    all_axes = (*axes, _OUTPUT_AXES[1], _OUTPUT_AXES)
+    return sharding.over_batch_and_heads(backward, args, all_axes, axes[0])
+
+  args = (inputs, fresh, ends, gradients)
+  return _dispatch.first_order(_NAME, spread, *args), None
+
+
+_by_kernel.defvjp(_forward, _backward)
+
+
+def _kernel_config():
+  return _dispatch.kernel_module("linear_attention.config")
+
+
+def _call(inputs: Inputs, cut: Cut):
+  """The sizes of a call, as the kernels ask for them."""
+  return _kernel_config().Call(
+    k=inputs.q.shape[-1],
+    v=inputs.v.shape[-1],
+    dtype=inputs.q.dtype.name,
+    segment_length=cut.length,
+    segments=cut.segments,
+    carried=cut.carried + (inputs.state is not None),
+  )
+
+
+def _config(inputs: Inputs, cut: Cut):
+  """The pieces of a call, and its segments filled up to whole blocks."""
+  config = _kernel_config().config(_call(inputs, cut))
+  block = config.segments_per_block
+  return config, -(-cut.segments // block) * block
+
+
+def _mosaic_tpu(cut, inputs, fresh):
+  config, segments = _config(inputs, cut)
+  module = _dispatch.kernel_module("linear_attention.mosaic_tpu")
+  y, ends = module.fwd(
+    module.Operands(*kernel_operands(inputs, fresh, cut, segments)),
+    segment_length=cut.length,
+    chained=is_chained(inputs, cut),
+    config=config,
+  )
+  return jnp.swapaxes(y, 1, 2)[:, : cut.tokens], ends[:, : cut.segments]
+
+
+def _mosaic_tpu_vjp(cut, inputs, fresh, ends, gradients):
+  config, segments = _config(inputs, cut)
+  module = _dispatch.kernel_module("linear_attention.mosaic_tpu_vjp")
+  d_y, d_ends = gradients
+  fill = lambda x, axis, count: jnp.pad(
+    x, [(0, count if i == axis else 0) for i in range(x.ndim)]
+  )
+  prepare = lambda inputs: kernel_operands(inputs, fresh, cut, segments)
+  operands, transpose = jax.vjp(prepare, inputs)
+  d_operands = module.bwd(
+    module.Operands(*operands),
+    fill(ends, 1, segments - cut.segments),
+    fill(jnp.swapaxes(d_y, 1, 2), 2, segments * cut.length - cut.tokens),
+    fill(d_ends, 1, segments - cut.segments),
+    segment_length=cut.length,
+    chained=is_chained(inputs, cut),
+    config=config,
+  )
+  return transpose(tuple(d_operands))[0]

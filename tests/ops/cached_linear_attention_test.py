@@ -1,0 +1,262 @@
+"""Fused segments: the XLA form and the TPU kernels against the definition."""
+
+import dataclasses
+import functools
+import importlib
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+
+from memcache_jax.ops import cached_linear_attention
+from memcache_jax.testing import assert_close
+
+KERNELS = "memcache_jax.pallas_kernels.linear_attention"
+
+
+class Case(NamedTuple):
+  tokens: int
+  length: int
+  rows: int = 1
+  heads: int = 1
+  key: int = 32
+  value: int = 32
+  decays: bool = False
+  carried: int = 0
+  state: bool = False
+  fresh: bool = False
+  write_mode: str = "independent"
+  dtype: jnp.dtype = jnp.float32
+
+  @property
+  def segments(self):
+    return -(-self.tokens // self.length)
+
+
+CASES = {
+  "one_token": Case(1, 16, carried=1, write_mode="checkpoint"),
+  "plain": Case(63, 16, key=64, value=96),
+  "decay": Case(65, 32, decays=True, state=True, fresh=True),
+  "carried": Case(
+    200,
+    64,
+    rows=2,
+    heads=3,
+    decays=True,
+    carried=2,
+    state=True,
+    fresh=True,
+    write_mode="checkpoint",
+  ),
+  "blocks": Case(700, 128, decays=True, write_mode="checkpoint"),
+}
+
+
+def _arrays(case: Case):
+  b, t, n, k, v = case.rows, case.tokens, case.heads, case.key, case.value
+  rng = np.random.default_rng(t)
+  normal = lambda *axes: jnp.asarray(rng.standard_normal(axes), jnp.float32)
+  unit = lambda x: x / jnp.linalg.norm(x, axis=-1, keepdims=True)
+  arrays = {
+    "q": unit(normal(b, t, n, k)).astype(case.dtype),
+    "k": unit(normal(b, t, n, k)).astype(case.dtype),
+    "v": normal(b, t, n, v).astype(case.dtype),
+    # Also where a token may not read, which must not matter.
+    "weights": normal(b, t, n, case.carried + case.segments),
+    "own_weight": normal(b, t, n),
+  }
+  if case.decays:
+    log_decay = -0.1 * jnp.exp(normal(b, t, n))
+    arrays["log_decay"] = log_decay.at[:, 5::40].set(-jnp.inf)
+    arrays["write"] = jax.nn.sigmoid(normal(b, t, n))
+  if case.carried:
+    arrays["memories"] = normal(b, case.carried, n, k, v)
+  if case.state:
+    arrays["state"] = normal(b, n, k, v)
+  gradients = normal(b, t, n, v), normal(b, case.segments, n, k, v)
+  return arrays, gradients
+
+
+def _run(case: Case, implementation):
+  """Values, and the gradients of all arrays."""
+  fresh = None
+  if case.fresh:
+    fresh = np.arange(case.rows * case.segments) % 3 == 2
+    fresh = fresh.reshape(case.rows, -1)
+
+  def loss(arrays, gradients):
+    outputs = cached_linear_attention(
+      **arrays,
+      fresh=None if fresh is None else jnp.asarray(fresh),
+      segment_length=case.length,
+      write_mode=case.write_mode,
+      implementation=implementation,
+    )
+    products = jax.tree.map(
+      lambda x, d: jnp.vdot(x.astype(jnp.float32), d), outputs, gradients
+    )
+    return sum(products), outputs
+
+  return jax.jit(jax.grad(loss, has_aux=True))(*_arrays(case))
+
+
+@functools.cache
+def _expected(case: Case):
+  return _run(case, "reference")
+
+
+def _interpreted(case: Case):
+  """On a simulated TPU, whose memory holds nan until it is written."""
+  with pltpu.force_tpu_interpret_mode(
+    pltpu.InterpretParams(uninitialized_memory="nan")
+  ):
+    return jax.block_until_ready(_run(case, "mosaic_tpu"))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_xla_equals_the_definition(name):
+  assert_close(_run(CASES[name], "xla"), _expected(CASES[name]))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_kernels_equal_the_definition(name):
+  assert_close(_interpreted(CASES[name]), _expected(CASES[name]))
+
+
+def test_states_in_main_memory(monkeypatch):
+  config = importlib.import_module(f"{KERNELS}.config")
+  choose = config.config
+  streamed = lambda call: dataclasses.replace(choose(call), streamed=True)
+  assert not choose(config.Call(128, 128, "bfloat16", 256, 64, 0)).streamed
+  assert choose(config.Call(128, 128, "bfloat16", 256, 1024, 0)).streamed
+  monkeypatch.setattr(config, "config", streamed)
+  assert_close(_interpreted(CASES["carried"]), _expected(CASES["carried"]))
+
+
+def _dot(dot, a, b, **options):
+  return dot(a.astype(jnp.float32), b.astype(jnp.float32), **options)
+
+
+def test_bfloat16(monkeypatch):
+  # XLA has no product of bfloat16 for a CPU: here it is one of float32, which
+  # is exact for what bfloat16 can hold.
+  for name in ("mosaic_tpu", "mosaic_tpu_vjp"):
+    kernel = importlib.import_module(f"{KERNELS}.{name}")
+    monkeypatch.setattr(kernel, "dot", functools.partial(_dot, kernel.dot))
+  case = CASES["decay"]._replace(dtype=jnp.bfloat16)
+  grads, outputs = _interpreted(case)
+  assert outputs[0].dtype == grads["q"].dtype == jnp.bfloat16
+  assert outputs[1].dtype == jnp.float32
+  exact_grads, exact = _expected(case)
+  assert_close(outputs, exact, 1e-2)
+  assert_close(grads, exact_grads, 2e-2)
+
+
+def _lowered(case: Case, implementation, platform):
+  arrays, _ = _arrays(case)
+
+  def loss(arrays):
+    y, ends = cached_linear_attention(
+      **arrays, segment_length=case.length, implementation=implementation
+    )
+    return jnp.sum(y.astype(jnp.float32)) + jnp.sum(ends)
+
+  traced = jax.jit(jax.grad(loss)).trace(arrays)
+  return traced.lower(lowering_platforms=(platform,)).as_text()
+
+
+@pytest.mark.parametrize(
+  ("implementation", "platform", "kernels"),
+  [(None, "tpu", 1), ("xla", "tpu", 0), (None, "cpu", 0)],
+)
+def test_the_platform_decides_when_nobody_does(
+  implementation, platform, kernels
+):
+  text = _lowered(CASES["plain"], implementation, platform)
+  for name in ("fwd", "bwd"):
+    kernel = f'kernel_name = "memcache_cached_linear_attention_{name}"'
+    assert text.count(kernel) == kernels
+
+
+def test_none_takes_the_xla_form_where_the_kernel_cannot():
+  text = _lowered(Case(64, 20), None, "tpu")
+  assert "memcache_cached_linear_attention" not in text
+
+
+@pytest.mark.parametrize(
+  ("case", "reason"),
+  [
+    (Case(40, 20), "multiple of 16 up to 512: got 20"),
+    (Case(32, 16, key=40), "key width is a multiple of 32 up to 256: got 40"),
+    (Case(32, 16, value=512), "value width .* got 512"),
+    (Case(32, 16, dtype=jnp.float16), "got float16"),
+    (Case(2**20, 16), "gates of its 65536 states must fit into fast memory"),
+  ],
+)
+def test_the_kernel_says_what_it_cannot(case, reason):
+  b, t, n, k, v = case.rows, case.tokens, case.heads, case.key, case.value
+  array = lambda *shape: jax.ShapeDtypeStruct(shape, case.dtype)
+  arrays = {
+    "q": array(b, t, n, k),
+    "k": array(b, t, n, k),
+    "v": array(b, t, n, v),
+    "weights": array(b, t, n, case.segments),
+    "own_weight": array(b, t, n),
+  }
+  run = functools.partial(
+    cached_linear_attention,
+    segment_length=case.length,
+    implementation="mosaic_tpu",
+  )
+  with pytest.raises(NotImplementedError, match=reason):
+    jax.eval_shape(lambda arrays: run(**arrays), arrays)
+
+
+def test_second_derivatives():
+  case = Case(20, 16)
+  arrays, _ = _arrays(case)
+
+  def second(implementation):
+    def loss(q):
+      y, _ = cached_linear_attention(
+        **{**arrays, "q": q},
+        segment_length=case.length,
+        implementation=implementation,
+      )
+      return jnp.sum(jnp.sin(y))
+
+    gradient = lambda q: jnp.sum(jax.grad(loss)(q) ** 2)
+    return jax.eval_shape(jax.grad(gradient), arrays["q"])
+
+  assert second("xla").shape == arrays["q"].shape
+  with pytest.raises(NotImplementedError, match="first derivatives only"):
+    second(None)
+
+
+@pytest.mark.usefixtures("as_a_user")
+@pytest.mark.parametrize(
+  ("change", "message"),
+  [
+    ({"weights": jnp.ones((1, 20, 1, 3))}, "`weights` must have axes"),
+    ({"fresh": jnp.zeros((1, 3), bool)}, "`fresh` must have axes"),
+    ({"write_mode": "both"}, "`write_mode` must be one of"),
+    ({"segment_length": 0}, "`segment_length` must be an int"),
+    ({"implementation": "cuda"}, "`implementation` must be None or one of"),
+  ],
+)
+def test_clear_errors(change, message):
+  arrays, _ = _arrays(Case(20, 16))
+  with pytest.raises(ValueError, match=message):
+    cached_linear_attention(**{**arrays, "segment_length": 16, **change})
+
+
+def test_no_tokens():
+  arrays, _ = _arrays(Case(16, 16))
+  arrays = {name: x[:, :0] for name, x in arrays.items()}
+  arrays["weights"] = arrays["weights"][..., :0]
+  y, ends = cached_linear_attention(**arrays, segment_length=16)
+  assert y.shape == (1, 0, 1, 32)
+  assert ends.shape == (1, 0, 1, 32, 32)
