@@ -21,7 +21,8 @@ from rich.console import Console
 from rich.table import Table
 
 from examples.quickstart import data, model, training
-from examples.quickstart.settings import InputError, Settings
+from examples.quickstart.settings import Settings
+from examples.workdir import InputError
 from memcache_jax.caching import (
   Aggregator,
   Cached,

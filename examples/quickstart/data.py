@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import grain
 import numpy as np
 
-from examples.quickstart.settings import InputError
+from examples.workdir import InputError
 
 EMBEDDED = pathlib.Path(__file__).parents[1] / "data" / "austen.txt.xz"
 EMBEDDED_SHA256 = (

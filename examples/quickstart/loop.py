@@ -1,8 +1,6 @@
 """The training loop: progress, probes, checkpoints, and a clean stop."""
 
 import math
-import os
-import signal
 import time
 
 import jax
@@ -16,37 +14,17 @@ from rich.progress import (
   TimeRemainingColumn,
 )
 
+from examples.checkpoints import Checkpoints
+from examples.interrupt import Interrupt
 from examples.quickstart import evaluation, training
-from examples.quickstart.checkpoints import Checkpoints, History
+from examples.quickstart.checkpoints import History, restore, save
 from examples.quickstart.data import Corpus, training_batches
-from examples.quickstart.settings import InputError, Settings
-from examples.quickstart.training import TrainState
+from examples.quickstart.settings import Settings
+from examples.train_state import TrainState
+from examples.workdir import InputError
 
 # Probes and checkpoints of a whole run, evenly spaced.
 MILESTONES = 6
-
-
-class Interrupt:
-  """Ctrl-C as a request, so that no step and no checkpoint is cut in two.
-
-  Inside `with`, the first one sets `requested`; a second one ends at once.
-  """
-
-  requested = False
-
-  def __enter__(self) -> "Interrupt":
-    self._before = signal.signal(signal.SIGINT, self._on_signal)
-    return self
-
-  def __exit__(self, *exception) -> None:
-    signal.signal(signal.SIGINT, self._before)
-
-  def _on_signal(self, number, frame) -> None:
-    del number, frame
-    self.requested = True
-    # Not print: the signal may have come in the middle of one.
-    os.write(2, b"\nStopping after this step; Ctrl-C again to stop at once.\n")
-    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def train(
@@ -68,7 +46,7 @@ def train(
   # Placed as a restored one is, so that both run the same compiled code.
   state = jax.device_put(training.initial_state(settings), jax.devices()[0])
   history = History()
-  restored = checkpoints.restore(state, batches)
+  restored = restore(checkpoints, state, batches)
   if restored is not None:
     state, history = restored
     if len(history.losses) == settings.steps:
@@ -95,7 +73,7 @@ def train(
         pending = None
         if milestone:
           bar.probe(state)
-        checkpoints.save(state, history, batches)
+        save(checkpoints, state, history, batches)
       if stop:
         break
   return state, history

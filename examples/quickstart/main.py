@@ -7,7 +7,8 @@ from typing import NoReturn
 
 from examples.quickstart import data
 from examples.quickstart.session import INTERRUPTED, WRONG_INPUT, run
-from examples.quickstart.settings import InputError, Settings
+from examples.quickstart.settings import Settings
+from examples.workdir import InputError
 
 COMMAND = "python -m examples.quickstart"
 

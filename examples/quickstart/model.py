@@ -1,10 +1,8 @@
 """The model: bytes through a few blocks with a cached memory each."""
 
-import functools
-
-import jax
 from flax import nnx
 
+from examples import functional
 from examples.quickstart.settings import Settings
 from memcache_jax.caching import Cached, Constant, GatedResidual
 from memcache_jax.memories import DecayedLinear
@@ -29,23 +27,16 @@ def config(settings: Settings) -> ModelConfig:
   )
 
 
-@functools.cache
 def structure(settings: Settings) -> nnx.GraphDef:
   """All of the model but its numbers."""
-  return nnx.graphdef(nnx.eval_shape(lambda: make(settings)))
-
-
-def make(settings: Settings) -> LanguageModel:
-  """A model with fresh weights."""
-  return LanguageModel(config(settings), rngs=nnx.Rngs(settings.seed))
+  return functional.structure(config(settings))
 
 
 def with_params(settings: Settings, params: nnx.State) -> LanguageModel:
   """A model with these weights."""
-  return nnx.merge(structure(settings), params)
+  return functional.with_params(config(settings), params)
 
 
-@functools.partial(jax.jit, static_argnames="settings")
 def initial_params(settings: Settings) -> nnx.State:
   """The weights before the first step."""
-  return nnx.state(make(settings))
+  return functional.initial_params(config(settings), settings.seed)

@@ -3,6 +3,7 @@
 import codecs
 import json
 import pathlib
+from dataclasses import asdict
 
 import jax
 import numpy as np
@@ -10,10 +11,13 @@ from flax import nnx
 from rich.console import Console
 from rich.table import Table
 
+from examples.checkpoints import Checkpoints
+from examples.interrupt import Interrupt
 from examples.quickstart import evaluation, loop, model, ngram, plots
-from examples.quickstart.checkpoints import Checkpoints, History, claim
+from examples.quickstart.checkpoints import History
 from examples.quickstart.data import Corpus
 from examples.quickstart.settings import Settings
+from examples.workdir import claim
 from memcache_jax.decoding import stream
 
 OK, PROOF_FAILED, WRONG_INPUT, INTERRUPTED = 0, 1, 2, 130
@@ -29,13 +33,13 @@ def run(
   settings: Settings, corpus: Corpus, workdir: pathlib.Path, prompt: str
 ) -> int:
   """Trains, measures, proves, plots and generates; returns the exit code."""
-  claim(workdir, settings)
+  claim(workdir, asdict(settings))
   console = Console(highlight=False)
   _introduce(console, settings, corpus, workdir)
   references = _references(console, corpus)
 
   checkpoints = Checkpoints(workdir, console.print)
-  with loop.Interrupt() as interrupt:
+  with Interrupt() as interrupt:
     state, history = loop.train(
       settings, corpus, checkpoints, console, interrupt
     )
@@ -64,7 +68,9 @@ def _introduce(
   corpus: Corpus,
   workdir: pathlib.Path,
 ) -> None:
-  shapes = jax.tree.leaves(jax.eval_shape(model.initial_params, settings))
+  shapes = jax.tree.leaves(
+    jax.eval_shape(lambda: model.initial_params(settings))
+  )
   weights = sum(shape.size for shape in shapes)
   table = Table.grid(padding=(0, 2))
   for name, value in {

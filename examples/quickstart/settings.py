@@ -1,10 +1,6 @@
 """What defines a run: equal settings and an equal text give equal numbers."""
 
-from dataclasses import asdict, dataclass
-
-
-class InputError(Exception):
-  """Something the user can put right; shown as one line, no traceback."""
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
@@ -38,15 +34,3 @@ class Settings:
   segment_length: int = 32
   learning_rate: float = 3e-3
   weight_decay: float = 0.1
-
-  def differences(self, other: dict) -> str:
-    """How settings read from a file differ from these, for people."""
-    mine = asdict(self)
-    names = [
-      name
-      for name in [*mine, *(other.keys() - mine.keys())]
-      if mine.get(name) != other.get(name)
-    ]
-    return ", ".join(
-      f"{name} {other.get(name)} (now {mine.get(name)})" for name in names
-    )

@@ -2,52 +2,31 @@
 
 import functools
 import math
-from dataclasses import dataclass
 from typing import cast
 
 import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Float, Int
 
 from examples.quickstart import model
 from examples.quickstart.settings import Settings
-from memcache_jax.layers import weight_decay_mask
+from examples.train_state import TrainState, adamw, schedule
 from memcache_jax.models import next_token_loss
 
 BITS_PER_NAT = 1 / math.log(2)
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class TrainState:
-  """Everything a step changes."""
-
-  step: Int[Array, ""]
-  params: nnx.State
-  opt_state: PyTree
-
-
 def optimizer(settings: Settings) -> optax.GradientTransformation:
-  """AdamW with warm-up and cosine decay; biases and scales do not decay."""
-  schedule = optax.warmup_cosine_decay_schedule(
-    init_value=0.0,
-    peak_value=settings.learning_rate,
-    warmup_steps=max(1, settings.steps // 20),
-    decay_steps=max(2, settings.steps),
-    end_value=settings.learning_rate / 20,
+  """AdamW with warm-up and cosine decay."""
+  rate = schedule(
+    settings.learning_rate,
+    settings.steps,
+    warmup=settings.steps // 20,
+    final_fraction=1 / 20,
   )
-  return optax.chain(
-    optax.clip_by_global_norm(1.0),
-    optax.adamw(
-      schedule,
-      b1=0.9,
-      b2=0.95,
-      weight_decay=settings.weight_decay,
-      mask=weight_decay_mask,
-    ),
-  )
+  return adamw(rate, weight_decay=settings.weight_decay)
 
 
 @functools.partial(jax.jit, static_argnames="settings")

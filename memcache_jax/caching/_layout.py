@@ -27,6 +27,7 @@ class Layout:
     fresh: segments at which a document starts.
     ended: segments that a flagged token ended.
     last: the last segment in use.
+    lost: rows that did not fit, or None where every row does.
   """
 
   grid: token_layout.Grid | None
@@ -36,6 +37,7 @@ class Layout:
   fresh: Bool[Array, "b g"] | None
   last: Int[Array, " b"] | int
   ended: Bool[Array, "b g"] | None = None
+  lost: Bool[Array, " b"] | None = None
 
   def spread(self, tree: PyTree) -> PyTree:
     """[b t ...] -> [b g c ...]; empty places hold zeros."""
@@ -52,10 +54,13 @@ class Layout:
     def one(x):
       x = x.reshape(x.shape[0], -1, *x.shape[3:])
       if self.grid is None:
-        return x[:, : self.tokens]
-      x = token_layout.take_tokens(x, self.grid.target)
-      x = token_layout.zero_masked(x, self.grid.placed)
-      lost = self.grid.overflow.reshape((-1,) + (1,) * (x.ndim - 1))
+        x = x[:, : self.tokens]
+      else:
+        x = token_layout.take_tokens(x, self.grid.target)
+        x = token_layout.zero_masked(x, self.grid.placed)
+      if self.lost is None:
+        return x
+      lost = self.lost.reshape((-1,) + (1,) * (x.ndim - 1))
       return jnp.where(lost, jnp.full((), jnp.nan, x.dtype), x)
 
     return jax.tree.map(one, tree)
@@ -89,6 +94,17 @@ def lay_out(tokens: Tokens, state, segments) -> Layout:
       valid = jnp.arange(blocks * length).reshape(1, blocks, length) < t
       valid = jnp.broadcast_to(valid, (b, blocks, length))
     return Layout(None, length, t, valid, None, blocks - 1)
+  if _is_packed(tokens, state, length):
+    starts = tokens.starts.reshape(b, -1, length)
+    return Layout(
+      grid=None,
+      length=length,
+      tokens=t,
+      valid=None,
+      fresh=starts[:, :, 0],
+      last=t // length - 1,
+      lost=jnp.any(starts[:, :, 1:], axis=(1, 2)),
+    )
   mask = jnp.ones((b, t), bool) if tokens.mask is None else tokens.mask
   starts = jnp.zeros((b, t), bool) if tokens.starts is None else tokens.starts
   if state is None:
@@ -112,7 +128,28 @@ def lay_out(tokens: Tokens, state, segments) -> Layout:
     row = jnp.where(grid.placed & ends, grid.target // length, blocks)
     ended = jnp.full_like(mask, False, shape=(b, blocks))
     ended = token_layout.put_rows(ended, row, ends)
-  return Layout(grid, length, t, grid.valid, grid.fresh, grid.blocks - 1, ended)
+  return Layout(
+    grid=grid,
+    length=length,
+    tokens=t,
+    valid=grid.valid,
+    fresh=grid.fresh,
+    last=grid.blocks - 1,
+    ended=ended,
+    lost=grid.overflow,
+  )
+
+
+def _is_packed(tokens: Tokens, state, length: int) -> bool:
+  """Whole segments of a new sequence, each of one document: nothing moves."""
+  return (
+    state is None
+    and tokens.mask is None
+    and tokens.segment_ends is None
+    and tokens.max_unaligned_starts == 0
+    and tokens.q.shape[1] > 0
+    and tokens.q.shape[1] % length == 0
+  )
 
 
 def _unaligned_starts(tokens: Tokens) -> int:

@@ -69,9 +69,9 @@ def advance(cached, params, state, tokens, layout, segments, written):
     count=count,
     levels=written.levels,
   )
-  if layout.grid is None:
+  if layout.lost is None:
     return new_state
-  return _poison(new_state, layout.grid.overflow)
+  return _poison(new_state, layout.lost)
 
 
 def _first_kept(tree, keep, slots):

@@ -1,11 +1,6 @@
 """Language models from frozen configs."""
 
-from memcache_jax.models._config import (
-  AttentionSpec,
-  MemorySpec,
-  MixerSpec,
-  ModelConfig,
-)
+from memcache_jax.models._config import ModelConfig, Size
 from memcache_jax.models._embedding import Embedding
 from memcache_jax.models._inspection import (
   MemoryReport,
@@ -14,6 +9,7 @@ from memcache_jax.models._inspection import (
 )
 from memcache_jax.models._language_model import LanguageModel
 from memcache_jax.models._loss import next_token_loss
+from memcache_jax.models._specs import AttentionSpec, MemorySpec, MixerSpec
 from memcache_jax.models._tokens import check_token_ids
 
 __all__ = [
@@ -24,6 +20,7 @@ __all__ = [
   "MemorySpec",
   "MixerSpec",
   "ModelConfig",
+  "Size",
   "check_token_ids",
   "memory_reports",
   "next_token_loss",

@@ -1,103 +1,57 @@
-"""What a model is, as frozen data: layer specs, sizes, presets."""
+"""What a model is, as frozen data: sizes and presets."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TypeAlias
+from dataclasses import dataclass, replace
 
+import jax
 import jax.numpy as jnp
-from flax import nnx
 
 from memcache_jax.array_typing import DType
 from memcache_jax.caching import Cached, Constant, GatedResidual
-from memcache_jax.layers import Attention, MemoryMixer, Mixer
 from memcache_jax.memories import (
+  RWKV7,
   DecayedLinear,
+  Delta,
   Linear,
   Memory,
-  SlidingWindowLinear,
 )
+from memcache_jax.models._specs import AttentionSpec, MemorySpec, MixerSpec
 from memcache_jax.ops import _checks
 
 
 @dataclass(frozen=True)
-class MemorySpec:
-  """A `MemoryMixer` at a place of the layer pattern.
+class Size:
+  """What all models of a comparison share; the presets take it.
 
   Attributes:
-    memory: any memory, cached or not.
-    num_heads: heads.
-    key_dim: width of queries and keys per head; dim / num_heads by default.
-    value_dim: width of values per head; dim / num_heads by default.
-    conv_width: tokens the short convolutions see.
+    dim: model width.
+    num_layers: blocks.
+    num_heads: heads of every mixer.
+    hidden_dim: of the feed-forward layers; None for what the preset says.
+    vocab_size: of the token ids.
+    tie_embeddings: whether the output layer is the transposed embedding.
+    dtype: compute dtype.
+    remat: see `ModelConfig`.
   """
 
-  memory: Memory
+  dim: int
+  num_layers: int
   num_heads: int
-  key_dim: int | None = None
-  value_dim: int | None = None
-  conv_width: int = 4
+  hidden_dim: int | None = None
+  vocab_size: int = 32_000
+  tie_embeddings: bool = True
+  dtype: DType = jnp.bfloat16
+  remat: bool | Callable = True
 
-  def build(
-    self,
-    dim: int,
-    *,
-    out_scale: float = 1.0,
-    dtype: DType = jnp.float32,
-    param_dtype: DType = jnp.float32,
-    rngs: nnx.Rngs,
-  ) -> Mixer:
-    """Makes the layer."""
-    return MemoryMixer(
-      dim,
-      self.num_heads,
-      self.memory,
-      key_dim=self.key_dim,
-      value_dim=self.value_dim,
-      conv_width=self.conv_width,
-      out_scale=out_scale,
-      dtype=dtype,
-      param_dtype=param_dtype,
-      rngs=rngs,
-    )
+  @classmethod
+  def paper_760m(cls) -> "Size":
+    """The 760M shape of Memory Caching (arXiv 2602.24281), Table 6."""
+    return cls(dim=1536, num_layers=24, num_heads=16)
 
-
-@dataclass(frozen=True)
-class AttentionSpec:
-  """An `Attention` layer at a place of the layer pattern.
-
-  Attributes:
-    num_heads: heads.
-    window: tokens seen; None for all.
-    head_dim: width per head; dim / num_heads by default.
-  """
-
-  num_heads: int
-  window: int | None = None
-  head_dim: int | None = None
-
-  def build(
-    self,
-    dim: int,
-    *,
-    out_scale: float = 1.0,
-    dtype: DType = jnp.float32,
-    param_dtype: DType = jnp.float32,
-    rngs: nnx.Rngs,
-  ) -> Mixer:
-    """Makes the layer."""
-    return Attention(
-      dim,
-      self.num_heads,
-      window=self.window,
-      head_dim=self.head_dim,
-      out_scale=out_scale,
-      dtype=dtype,
-      param_dtype=param_dtype,
-      rngs=rngs,
-    )
-
-
-MixerSpec: TypeAlias = MemorySpec | AttentionSpec
+  @classmethod
+  def paper_1_3b(cls) -> "Size":
+    """The 1.3B shape of Memory Caching (arXiv 2602.24281), Table 6."""
+    return cls(dim=2048, num_layers=18, num_heads=8)
 
 
 @dataclass(frozen=True)
@@ -118,6 +72,10 @@ class ModelConfig:
     param_dtype: of the stored weights.
     remat: recompute each repetition of the pattern in the backward pass. A
       `jax.checkpoint_policies` policy says what to keep instead of nothing.
+    activations: how the residual stream (b t d) lies over the axes of the mesh
+      in use. It is held so between blocks, which makes the compiler gather
+      weights that are spread over devices, and never the stream. None: as the
+      compiler likes.
   """
 
   vocab_size: int
@@ -129,6 +87,7 @@ class ModelConfig:
   dtype: DType = jnp.float32
   param_dtype: DType = jnp.float32
   remat: bool | Callable = False
+  activations: jax.P | None = None
 
   def __post_init__(self):
     _checks.check_positive(
@@ -172,69 +131,91 @@ class ModelConfig:
     )
 
   @classmethod
-  def memory_caching_760m(cls, memory: Memory | None = None) -> "ModelConfig":
-    """The 760M shape of Memory Caching (arXiv 2602.24281), Table 6.
-
-    Args:
-      memory: of every block; by default sliding-window linear attention with
-        gated residual caching every 256 tokens.
-    """
-    return _size_760m(MemorySpec(memory or _paper_memory(), num_heads=16))
+  def transformer(cls, size: Size) -> "ModelConfig":
+    """Transformer++: full attention, RoPE, SwiGLU, RMSNorm."""
+    return _sized(size, AttentionSpec(size.num_heads))
 
   @classmethod
-  def memory_caching_1_3b(cls, memory: Memory | None = None) -> "ModelConfig":
-    """The 1.3B shape of Memory Caching (arXiv 2602.24281), Table 6.
-
-    Args:
-      memory: of every block; by default sliding-window linear attention with
-        gated residual caching every 256 tokens.
-    """
-    return _size_1_3b(MemorySpec(memory or _paper_memory(), num_heads=8))
-
-  @classmethod
-  def transformer_760m(cls) -> "ModelConfig":
-    """Transformer++ at the 760M shape: full attention, RoPE, SwiGLU."""
-    return _size_760m(AttentionSpec(num_heads=16))
-
-  @classmethod
-  def transformer_1_3b(cls) -> "ModelConfig":
-    """Transformer++ at the 1.3B shape: full attention, RoPE, SwiGLU."""
-    return _size_1_3b(AttentionSpec(num_heads=8))
-
-  @classmethod
-  def samba_760m(cls) -> "ModelConfig":
-    """Mamba-2 memories and attention windows of 2048 in turn.
+  def samba(cls, size: Size, window: int = 2048) -> "ModelConfig":
+    """Mamba-2 memories and attention windows in turn.
 
     The order of Samba (arXiv 2406.07522), with the memory of this library in
     place of Mamba's block.
+
+    Args:
+      size: what all models of a comparison share.
+      window: tokens that attention sees.
     """
-    return _size_760m(
-      MemorySpec(DecayedLinear.mamba2(), num_heads=16),
-      AttentionSpec(num_heads=16, window=2048),
+    return _sized(
+      size,
+      MemorySpec(DecayedLinear.mamba2(), size.num_heads),
+      AttentionSpec(size.num_heads, window=window),
     )
 
+  @classmethod
+  def retnet(cls, size: Size) -> "ModelConfig":
+    """RetNet's retention: constant decays, values twice as wide.
 
-def _paper_memory() -> Memory:
-  return Cached(SlidingWindowLinear(), Constant(256), GatedResidual())
+    Retentive Network (arXiv 2307.08621), with half the feed-forward width, as
+    there; in the block of `MemoryMixer`, which has short convolutions and unit
+    keys in place of rotary positions.
+    """
+    value_dim = 2 * size.dim // size.num_heads
+    spec = MemorySpec(
+      DecayedLinear.retnet(), size.num_heads, value_dim=value_dim
+    )
+    hidden_dim = size.hidden_dim
+    if hidden_dim is None:
+      hidden_dim = -(-4 * size.dim // (3 * 256)) * 256
+    return _sized(replace(size, hidden_dim=hidden_dim), spec)
+
+  @classmethod
+  def deltanet(cls, size: Size) -> "ModelConfig":
+    """DeltaNet (arXiv 2406.06484): the delta rule in every block."""
+    return cls.recurrent(size, Delta())
+
+  @classmethod
+  def rwkv7(cls, size: Size) -> "ModelConfig":
+    """The memory of RWKV-7 (arXiv 2503.14456), with its heads of width 64.
+
+    In the block of `MemoryMixer`; RWKV-7's own has token shifts, gates of low
+    rank and an ungated feed-forward layer.
+    """
+    heads = max(1, size.dim // 64)
+    return _sized(size, MemorySpec(RWKV7(), heads))
+
+  @classmethod
+  def recurrent(cls, size: Size, memory: Memory) -> "ModelConfig":
+    """One memory in every block, cached or not.
+
+    With `SlidingWindowLinear`, `DeepLinear`, `Titans` or `Memora`, bare or in
+    `Cached`, these are the models of Memory Caching (arXiv 2602.24281),
+    Table 1.
+
+    Args:
+      size: what all models of a comparison share.
+      memory: of every block.
+
+    Example:
+      >>> from memcache_jax.caching import Cached, Constant, GatedResidual
+      >>> from memcache_jax.memories import Titans
+      >>> from memcache_jax.models import ModelConfig, Size
+      >>> memory = Cached(Titans(), Constant(256), GatedResidual())
+      >>> config = ModelConfig.recurrent(Size.paper_760m(), memory)
+      >>> config.num_layers, config.dim
+      (24, 1536)
+    """
+    return _sized(size, MemorySpec(memory, size.num_heads))
 
 
-def _size_760m(*pattern: MixerSpec) -> ModelConfig:
+def _sized(size: Size, *pattern: MixerSpec) -> ModelConfig:
   return ModelConfig(
-    vocab_size=32_000,
-    dim=1536,
-    num_layers=24,
+    vocab_size=size.vocab_size,
+    dim=size.dim,
+    num_layers=size.num_layers,
     pattern=pattern,
-    dtype=jnp.bfloat16,
-    remat=True,
-  )
-
-
-def _size_1_3b(*pattern: MixerSpec) -> ModelConfig:
-  return ModelConfig(
-    vocab_size=32_000,
-    dim=2048,
-    num_layers=18,
-    pattern=pattern,
-    dtype=jnp.bfloat16,
-    remat=True,
+    hidden_dim=size.hidden_dim,
+    tie_embeddings=size.tie_embeddings,
+    dtype=size.dtype,
+    remat=size.remat,
   )

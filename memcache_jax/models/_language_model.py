@@ -8,8 +8,9 @@ from flax import nnx
 
 from memcache_jax.array_typing import Array, Bool, Float, Int, PyTree, State
 from memcache_jax.layers import Block, Projection, RMSNorm
-from memcache_jax.models._config import MixerSpec, ModelConfig
+from memcache_jax.models._config import ModelConfig
 from memcache_jax.models._embedding import Embedding
+from memcache_jax.models._specs import MixerSpec
 from memcache_jax.models._tokens import check_token_ids
 from memcache_jax.ops import _checks
 
@@ -170,6 +171,12 @@ class LanguageModel(nnx.Module):
     """The blocks in order, each with its own weights."""
     return [block for group in self._groups() for block in group]
 
+  def _hold(self, x):
+    """Keeps the residual stream on the devices where it belongs."""
+    if self.config.activations is None:
+      return x
+    return jax.lax.with_sharding_constraint(x, self.config.activations)
+
   def check_segment_ends(self, segment_ends: Array | None) -> None:
     """Raises ValueError for flags that no layer has a use for."""
     if segment_ends is None or any(b.uses_segment_ends for b in self.blocks):
@@ -196,7 +203,8 @@ class LanguageModel(nnx.Module):
 
     def body(x, inputs):
       group, states = inputs
-      return _apply(group, x, states, flags)
+      x, states = _apply(group, self._hold(x), states, flags)
+      return self._hold(x), states
 
     remat = self.config.remat
     if remat:

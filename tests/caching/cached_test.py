@@ -226,6 +226,27 @@ def test_documents_on_segment_borders_need_no_bound():
   assert_close(y[:, C : 3 * C], _scan(cached, alone)[0])
 
 
+@pytest.mark.parametrize("mode", ["independent", "checkpoint"])
+def test_documents_on_segment_borders_move_no_token(mode):
+  memory = _cached(mode=mode)
+  starts = np.zeros((2, T), bool)
+  starts[0, [0, 16]] = starts[1, 8] = True
+  tokens = replace(
+    _plain(memory), starts=jnp.asarray(starts), max_unaligned_starts=0
+  )
+  # A mask, though it hides nothing, has tokens moved.
+  moved = replace(tokens, mask=jnp.ones((2, T), bool))
+  scan = jax.jit(lambda tokens: memory.scan({}, None, tokens))
+  assert_close(scan(tokens), scan(moved), 1e-6)
+  for row, start in ((0, 15), (1, 39)):
+    starts[row, start] = True
+    y, _ = scan(replace(tokens, starts=jnp.asarray(starts)))
+    assert jnp.isnan(y[row]).all()
+    assert jnp.isfinite(y[1 - row]).all() or row == 1
+  count = lambda tokens: str(jax.make_jaxpr(scan)(tokens)).count(" gather[")
+  assert count(tokens) < count(moved)
+
+
 def test_segments_beyond_the_gates_are_nan():
   cached = _cached(aggregate=GatedResidual(gate="input", max_segments=2))
   tokens = random_tokens(cached, SHAPE, 2, 3 * C)

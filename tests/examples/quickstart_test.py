@@ -21,7 +21,8 @@ from examples.quickstart import (
   training,
 )
 from examples.quickstart.main import main
-from examples.quickstart.settings import InputError, Settings
+from examples.quickstart.settings import Settings
+from examples.workdir import InputError
 
 ROOT = pathlib.Path(__file__).parents[2]
 TINY = Settings(

@@ -4,13 +4,15 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from memcache_jax.caching import Cached, Constant, GatedResidual
 from memcache_jax.layers import NoDecayParam
-from memcache_jax.memories import Linear
+from memcache_jax.memories import Delta, Linear, SlidingWindowLinear
 from memcache_jax.models import (
   AttentionSpec,
   LanguageModel,
   MemorySpec,
   ModelConfig,
+  Size,
 )
 
 
@@ -25,27 +27,37 @@ def parameters(config):
 
 def test_presets_have_the_sizes_of_the_paper():
   # 12 d^2 a block (4 attention, 8 feed-forward) and the tied embedding.
-  for config in (
-    ModelConfig.transformer_760m(),
-    ModelConfig.transformer_1_3b(),
-  ):
+  for size in (Size.paper_760m(), Size.paper_1_3b()):
+    config = ModelConfig.transformer(size)
     total, other = parameters(config)
     d = config.dim
     hidden = -(-8 * d // (3 * 256)) * 256
     blocks = config.num_layers * (4 * d**2 + 3 * d * hidden)
     assert total - other == blocks + config.vocab_size * d
     assert other == (2 * config.num_layers + 1) * d
-  total, _ = parameters(ModelConfig.transformer_760m())
+  total, _ = parameters(ModelConfig.transformer(Size.paper_760m()))
   assert round(total / 1e6, 1) == 728.7
   # q, k, v, o, output gate, router and feed-forward: 14 d^2, and small ones.
-  for config in (
-    ModelConfig.memory_caching_760m(),
-    ModelConfig.memory_caching_1_3b(),
-  ):
+  memory = Cached(SlidingWindowLinear(), Constant(256), GatedResidual())
+  for size in (Size.paper_760m(), Size.paper_1_3b()):
+    config = ModelConfig.recurrent(size, memory)
     total, _ = parameters(config)
     per_block = (total - config.vocab_size * config.dim) / config.num_layers
     assert 14.0 < per_block / config.dim**2 < 14.3
-  assert parameters(ModelConfig.samba_760m())[0] > 728e6
+
+
+def test_baselines_at_a_small_size():
+  size = Size(64, 2, 2, vocab_size=16, hidden_dim=128, dtype=jnp.float32)
+  mixers = lambda config: [type(spec).__name__ for spec in config.pattern]
+  assert mixers(ModelConfig.samba(size)) == ["MemorySpec", "AttentionSpec"]
+  assert ModelConfig.samba(size, window=8).pattern[1].window == 8
+  retnet = ModelConfig.retnet(size)
+  assert (retnet.hidden_dim, retnet.pattern[0].value_dim) == (128, 64)
+  retnet = ModelConfig.retnet(Size.paper_760m())
+  assert retnet.hidden_dim == 2048  # 4 d^2 in three matrices
+  assert ModelConfig.deltanet(size).pattern[0].memory == Delta()
+  assert ModelConfig.rwkv7(Size.paper_760m()).pattern[0].num_heads == 24
+  assert ModelConfig.rwkv7(size).pattern[0].num_heads == 1
 
 
 def test_configs_are_values():

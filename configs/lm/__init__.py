@@ -1,0 +1,1 @@
+"""One file per model and size; see `configs/README.md`."""

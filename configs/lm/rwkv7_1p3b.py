@@ -1,0 +1,16 @@
+"""RWKV-7's memory, 1.3B: 1,292,998,656 parameters.
+
+python -m examples.lm.main --config=configs/lm/rwkv7_1p3b.py --workdir=DIR
+
+Hardware: a pod slice of 256 TPU v5e chips.
+Not yet run.
+"""
+
+from ml_collections import ConfigDict
+
+from configs.lm import paper
+
+
+def get_config() -> ConfigDict:
+  """The settings; see `examples.lm.settings`."""
+  return paper.paper_1p3b("rwkv7")

@@ -1,0 +1,15 @@
+"""SWLA, tiny: 109,776 parameters.
+
+python -m examples.lm.main --config=configs/lm/swla_tiny.py --workdir=DIR
+
+Hardware: any machine; about a minute on two CPU cores.
+"""
+
+from ml_collections import ConfigDict
+
+from configs.lm import paper
+
+
+def get_config() -> ConfigDict:
+  """The settings; see `examples.lm.settings`."""
+  return paper.tiny("swla")

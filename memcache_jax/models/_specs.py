@@ -1,0 +1,92 @@
+"""Which layer stands at a place of the pattern, as frozen data."""
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import jax.numpy as jnp
+from flax import nnx
+
+from memcache_jax.array_typing import DType
+from memcache_jax.layers import Attention, MemoryMixer, Mixer
+from memcache_jax.memories import Memory
+
+
+@dataclass(frozen=True)
+class MemorySpec:
+  """A `MemoryMixer` at a place of the layer pattern.
+
+  Attributes:
+    memory: any memory, cached or not.
+    num_heads: heads.
+    key_dim: width of queries and keys per head; dim / num_heads by default.
+    value_dim: width of values per head; dim / num_heads by default.
+    conv_width: tokens the short convolutions see.
+  """
+
+  memory: Memory
+  num_heads: int
+  key_dim: int | None = None
+  value_dim: int | None = None
+  conv_width: int = 4
+
+  def build(
+    self,
+    dim: int,
+    *,
+    out_scale: float = 1.0,
+    dtype: DType = jnp.float32,
+    param_dtype: DType = jnp.float32,
+    rngs: nnx.Rngs,
+  ) -> Mixer:
+    """Makes the layer."""
+    return MemoryMixer(
+      dim,
+      self.num_heads,
+      self.memory,
+      key_dim=self.key_dim,
+      value_dim=self.value_dim,
+      conv_width=self.conv_width,
+      out_scale=out_scale,
+      dtype=dtype,
+      param_dtype=param_dtype,
+      rngs=rngs,
+    )
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+  """An `Attention` layer at a place of the layer pattern.
+
+  Attributes:
+    num_heads: heads.
+    window: tokens seen; None for all.
+    head_dim: width per head; dim / num_heads by default.
+  """
+
+  num_heads: int
+  window: int | None = None
+  head_dim: int | None = None
+
+  def build(
+    self,
+    dim: int,
+    *,
+    out_scale: float = 1.0,
+    dtype: DType = jnp.float32,
+    param_dtype: DType = jnp.float32,
+    rngs: nnx.Rngs,
+  ) -> Mixer:
+    """Makes the layer."""
+    return Attention(
+      dim,
+      self.num_heads,
+      window=self.window,
+      head_dim=self.head_dim,
+      out_scale=out_scale,
+      dtype=dtype,
+      param_dtype=param_dtype,
+      rngs=rngs,
+    )
+
+
+MixerSpec: TypeAlias = MemorySpec | AttentionSpec

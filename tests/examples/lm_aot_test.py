@@ -1,0 +1,55 @@
+"""The report of `examples.lm` on a step that was compiled for other chips."""
+
+import jax
+import jax.numpy as jnp
+
+from examples.lm import aot_report, hlo_costs
+
+# As the compiler for TPU prints it, shortened.
+PROGRAM = """\
+HloModule jit_step
+
+%fused.1 (p: f32[8]) -> f32[8] {
+  ROOT %a = f32[8]{0} add(%p, %p), backend_config={"estimated_cycles":"9000"}
+}
+
+%inner (p: (s32[], f32[8])) -> (s32[], f32[8]) {
+  %g = bf16[16,8]{1,0} all-gather(%x), replica_groups={{0,1}}, dimensions={0}
+  ROOT %f = f32[8]{0} fusion(%y), kind=kLoop, calls=%fused.1, \
+backend_config={"flag":false,"estimated_cycles":"10"}
+}
+
+%body (p: (s32[], f32[8])) -> (s32[], f32[8]) {
+  %w = (s32[], f32[8]{0}) while(%p), condition=%cond, body=%inner, \
+backend_config={"known_trip_count":{"n":"4"}}
+  ROOT %f = f32[8]{0} fusion(%y), calls=%fused.1, \
+backend_config={"estimated_cycles":"100"}
+}
+
+ENTRY %main.9 (p: f32[8]) -> f32[8] {
+  %s = (f32[8]{0}, f32[32]{0}) all-gather-start(%p), dimensions={0}
+  %d = f32[32]{0} all-gather-done(%s)
+  %r = (f32[4]{0}, bf16[4]{0}) all-reduce(%p, %q), to_apply=%add
+  ROOT %w = (s32[], f32[8]{0}) while(%p), condition=%cond, body=%body, \
+backend_config={"known_trip_count":{"n":"3"}}
+}
+"""
+
+
+def test_loops_are_multiplied_out():
+  found = hlo_costs.costs(PROGRAM)
+  assert found.cycles == 3 * (4 * 10 + 100)
+  assert found.collective_bytes == 32 * 4 + 4 * (4 + 2) + 12 * 16 * 8 * 2
+
+
+def test_a_program_of_this_machine_can_be_read():
+  loop = jax.jit(lambda x: jax.lax.fori_loop(0, 5, lambda _, x: x * 2.0, x))
+  text = loop.lower(jnp.ones(3)).compile().as_text()
+  assert hlo_costs.costs(text) == hlo_costs.Costs(0, 0)
+
+
+def test_bytes_of_a_chip():
+  mesh = jax.make_mesh((1,), ("a",))
+  one = jax.NamedSharding(mesh, jax.P("a"))
+  tree = {"x": jax.ShapeDtypeStruct((4, 3), jnp.bfloat16)}
+  assert aot_report.bytes_per_chip(tree, {"x": one}) == 24

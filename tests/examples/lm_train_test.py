@@ -1,0 +1,255 @@
+"""Training of `examples.lm`: its configs, one step, and going on."""
+
+import importlib
+import json
+import pathlib
+import re
+import shutil
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from rich.console import Console
+
+from examples import functional
+from examples.checkpoints import Checkpoints
+from examples.interrupt import Interrupt
+from examples.lm import export, sharding, train, training
+from examples.lm.model import model_config
+from examples.lm.packing import Batch
+from examples.lm.settings import (
+  DataSettings,
+  MeshSettings,
+  ModelSettings,
+  OptimizerSettings,
+  Settings,
+)
+from examples.workdir import InputError
+from memcache_jax.testing import assert_close
+
+ROOT = pathlib.Path(__file__).parents[2]
+CONFIGS = sorted((ROOT / "configs" / "lm").glob("[a-z]*_*.py"))
+TINY = Settings(
+  model=ModelSettings(
+    family="transformer",
+    caching="none",
+    dim=16,
+    num_layers=1,
+    hidden_dim=32,
+    segment_length=8,
+    inner_batch=8,
+  ),
+  data=DataSettings(path="texts.jsonl", held_out=5, align=8),
+  steps=6,
+  batch_size=2,
+  length=32,
+  log_every=1,
+  save_every=2,
+  keep=3,
+  evaluation_batches=2,
+)
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+  """A folder with something to train on, as the working directory."""
+  rng = np.random.default_rng(0)
+  with (tmp_path / "texts.jsonl").open("w") as file:
+    for size in rng.integers(5, 90, size=40):
+      text = "".join(rng.choice(["the ", "heart ", "of "], size=size))
+      file.write(json.dumps({"text": text}) + "\n")
+  monkeypatch.chdir(tmp_path)
+  return tmp_path
+
+
+def run(settings, name="run", interrupt=None) -> train.Result:
+  console = Console(highlight=False, width=200)
+  with jax.numpy_dtype_promotion("standard"):  # optax needs it
+    return train.run(settings, pathlib.Path(name), console, interrupt)
+
+
+def log(name="run") -> list[dict]:
+  lines = pathlib.Path(name, "metrics.jsonl").read_text().splitlines()
+  entries = [json.loads(line) for line in lines]
+  for entry in entries:
+    entry.pop("tokens_per_second", None)
+  return entries
+
+
+# Configs.
+
+
+def test_every_config_has_the_parameters_it_says():
+  assert len(CONFIGS) == 60
+  for path in CONFIGS:
+    module = importlib.import_module(f"configs.lm.{path.stem}")
+    settings = Settings.from_config(module.get_config())
+    text = path.read_text()
+    said = re.search(r"([\d,]+) parameters", text)[1]
+    leaves = jax.tree.leaves(
+      nnx.state(functional.abstract(model_config(settings.model)))
+    )
+    assert said == f"{sum(leaf.size for leaf in leaves):,}", path.name
+    assert f"--config=configs/lm/{path.name} " in text
+    assert ("Not yet run." in text) == ("tiny" not in path.name)
+
+
+def test_wrong_models():
+  with pytest.raises(InputError, match="family must be .* got 'lstm'"):
+    model_config(ModelSettings(family="lstm"))
+  with pytest.raises(InputError, match="none with samba: got 'grm'"):
+    model_config(ModelSettings(family="samba"))
+  with pytest.raises(InputError, match="caching must be .* got 'all'"):
+    model_config(ModelSettings(caching="all"))
+  with pytest.raises(InputError, match="write_mode must be .* got 'x'"):
+    model_config(ModelSettings(write_mode="x"))
+
+
+# Sharding.
+
+
+def test_wrong_meshes():
+  with pytest.raises(InputError, match="does not fit 1 devices"):
+    sharding.make_mesh(MeshSettings(fsdp=2), jax.devices()[:1])
+  mesh = sharding.make_mesh(MeshSettings(), jax.devices()[:1])
+  assert dict(mesh.shape) == {"data": 1, "fsdp": 1, "tensor": 1}
+
+
+# One step.
+
+
+def test_parts_of_a_batch_give_the_gradient_of_the_whole():
+  rng = np.random.default_rng(0)
+  shape = (4, 16)
+  batch = Batch(
+    jnp.asarray(rng.integers(250, size=shape), jnp.int32),
+    jnp.asarray(rng.integers(250, size=shape), jnp.int32),
+    # Rows with very different numbers of tokens.
+    jnp.arange(16)[None] < jnp.array([16, 1, 3, 9])[:, None],
+    jnp.arange(16)[None] + jnp.zeros((4, 1), int) == 0,
+  )
+  options = OptimizerSettings(z_loss=1e-2)
+  whole = replace(TINY, optimizer=options, batch_size=4)
+  parts = replace(whole, optimizer=replace(options, accumulate=2))
+  params = functional.initial_params(model_config(TINY.model), 0)
+  got, expected = (
+    jax.jit(lambda p, b, s=s: training.gradient(s, p, b))(params, batch)
+    for s in (parts, whole)
+  )
+  assert int(expected[2]) == 29
+  assert_close(jax.tree.leaves(got), jax.tree.leaves(expected), 1e-5)
+
+
+# Runs.
+
+FIRST_LOSS = 5.5612
+
+
+def test_a_stopped_run_goes_on_with_equal_numbers(here, monkeypatch, capsys):
+  whole = run(TINY, "whole")
+  losses = [entry["loss"] for entry in log("whole")[:-1]]
+  assert [entry["step"] for entry in log("whole")] == [1, 2, 3, 4, 5, 6, 6]
+  assert losses[-1] < losses[0]
+  assert log("whole")[-1]["held_out_loss"] == whole.held_out_loss
+  assert losses[0] == pytest.approx(FIRST_LOSS, abs=2e-4), (
+    "The first step gives another loss. If model or data were meant to change, "
+    "set FIRST_LOSS to the new one."
+  )
+
+  # Steps 2 and 4 are saved, then step 5 by Ctrl-C; then both are damaged.
+  interrupt = Interrupt()
+  add = train._Recorder.add
+
+  def press(self, step, *arguments):
+    interrupt.requested = step == 5
+    return add(self, step, *arguments)
+
+  monkeypatch.setattr(train._Recorder, "add", press)
+  assert run(TINY, interrupt=interrupt).step == 5
+  monkeypatch.undo()
+  monkeypatch.chdir(here)
+  saved = here / "run" / "checkpoints"
+  assert {path.name for path in saved.iterdir()} == {"2", "4", "5"}
+  arrays = [p for p in (saved / "5").rglob("*") if p.is_file()]
+  max(arrays, key=lambda p: p.stat().st_size).unlink()
+  (saved / "6.orbax-checkpoint-tmp" / "state").mkdir(parents=True)
+  capsys.readouterr()
+
+  result = run(TINY)
+  output = " ".join(capsys.readouterr().out.split())
+  assert "checkpoint 6 was left half-written" in output
+  assert "checkpoint 5 cannot be read" in output
+  assert "going on after step 4" in output
+  assert log() == log("whole")
+  for a, b in zip(
+    jax.tree.leaves(result.state), jax.tree.leaves(whole.state), strict=True
+  ):
+    np.testing.assert_array_equal(a, b)
+
+  # What is left behind can be loaded alone.
+  model, tokenizer = export.load(here / "run" / "model")
+  assert tokenizer.vocab_size == 258
+  for a, b in zip(
+    jax.tree.leaves(nnx.state(model)),
+    jax.tree.leaves(whole.state.params),
+    strict=True,
+  ):
+    np.testing.assert_array_equal(a, b)
+
+  # Other settings are another run; the mesh is not one of them.
+  with pytest.raises(InputError, match=r"seed 0 \(now 1\): choose another"):
+    run(replace(TINY, seed=1))
+  assert TINY.identity() == replace(TINY, mesh=MeshSettings(2)).identity()
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(here):
+  options = OptimizerSettings(peak=1e38, warmup=1)
+  with pytest.raises(train.TrainingError, match="step [23] is not finite") as e:
+    run(replace(TINY, optimizer=options))
+  batch = np.load(re.search(r"is in (\S+)", str(e.value))[1])
+  assert batch["tokens"].shape == (2, 32)
+  assert not (here / "run" / "checkpoints" / "4").exists()
+
+
+# Checkpoints.
+
+
+def like():
+  return {"x": jax.ShapeDtypeStruct((3,), jnp.float32)}
+
+
+def test_a_failed_save_stops_the_run(tmp_path):
+  checkpoints = Checkpoints(tmp_path, background=True)
+  checkpoints.save(1, {"x": jnp.ones(3)}, {})
+  checkpoints.check()
+  checkpoints._manager.wait_until_finished()
+  shutil.rmtree(tmp_path / "checkpoints")
+  (tmp_path / "checkpoints").write_text("in the way")
+  with pytest.raises(Exception, match="checkpoints"):  # noqa: PT012
+    checkpoints.save(2, {"x": jnp.ones(3)}, {})
+    checkpoints.close()
+
+
+def test_a_step_without_its_mark_is_passed_over_or_whole(tmp_path):
+  said = []
+  checkpoints = Checkpoints(tmp_path, said.append)
+  for step in (1, 2):
+    checkpoints.save(step, {"x": jnp.full(3, float(step))}, {"step": step})
+  checkpoints.close()
+  for name in ("_CHECKPOINT_METADATA", "commit_success.txt"):
+    (tmp_path / "checkpoints" / "2" / name).unlink(missing_ok=True)
+  checkpoints = Checkpoints(tmp_path, said.append)
+  state, notes = checkpoints.restore(like())
+  checkpoints.close()
+  step = notes["step"]
+  np.testing.assert_array_equal(state["x"], np.full(3, float(step)))
+  assert step == 2 or said
+
+
+def test_nothing_saved_is_nothing_restored(tmp_path):
+  checkpoints = Checkpoints(tmp_path)
+  assert checkpoints.restore(like()) is None
+  checkpoints.close()
