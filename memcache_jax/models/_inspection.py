@@ -58,14 +58,12 @@ def segment_gates(
   check_token_ids(tokens, model.config.vocab_size, mask)
   x, gates = model.embedding(tokens, mask), {}
   for layer, block in enumerate(model.unstacked_blocks()):
-    flags = {"mask": mask}
-    if block.uses_segment_ends:
-      flags["segment_ends"] = segment_ends
+    ends = segment_ends if block.uses_segment_ends else None
     memory = getattr(block.mixer, "memory", None)
     if hasattr(memory, "inspect"):
-      x, _, gates[layer] = block.inspect(x, **flags)
+      x, _, gates[layer] = block.inspect(x, mask=mask, segment_ends=ends)
     else:
-      x, _ = block(x, **flags)
+      x, _ = block(x, mask=mask, segment_ends=ends)
   return gates
 
 
