@@ -4,11 +4,17 @@ Nothing here may import memcache_jax: pytest's jaxtyping option has to see the
 package's first import to check the shapes in its signatures.
 """
 
+import importlib.metadata
 import importlib.util
 import os
 from collections.abc import Iterator
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+if importlib.metadata.version("jaxlib").startswith("0.10."):
+  # Tests wait for compiling, which takes half of the time without the newer
+  # way of writing loops. Later versions have no other, and no such flag.
+  flags = (os.environ.get("XLA_FLAGS"), "--xla_cpu_use_fusion_emitters=false")
+  os.environ["XLA_FLAGS"] = " ".join(filter(None, flags))
 
 import jax
 import jaxtyping

@@ -168,6 +168,9 @@ def test_tokens_are_written(memory):
   # As many tokens as end no segment, after which memories start anew.
   mask = jnp.broadcast_to(jnp.arange(LENGTH) < 7, (2, LENGTH))
   tokens = replace(make(memory, start=0.0), mask=mask)
+  if tokens.segment_ends is not None:
+    ends = jnp.zeros_like(tokens.segment_ends)
+    tokens = replace(tokens, segment_ends=ends)
   after = memory.snapshot(fns.run(tokens)[1])
   for old, new in zip(
     jax.tree.leaves(first), jax.tree.leaves(after), strict=True

@@ -76,8 +76,9 @@ MEMORIES = (
   Saturating(),
 )
 
-# One of each kind: these meet every aggregator in every write mode. (Without
-# decay, or with a constant one, the same op computes a part of what it can.)
+# One of each kind: these meet every aggregator, in the two write modes by turns.
+# (Without decay, or with a constant one, the same op computes a part of what it
+# can.)
 GRID = (MEMORIES[1], MEMORIES[3], MEMORIES[4])
 
 AGGREGATORS = (
@@ -149,9 +150,9 @@ CACHED = (
   + EXPLICIT
   + OTHERS_CACHED
   + tuple(
-    Cached(memory, Constant(SEGMENT), aggregate, write_mode)
-    for memory, aggregate, write_mode in itertools.product(
-      GRID, AGGREGATORS, WRITE_MODES
+    Cached(memory, Constant(SEGMENT), aggregate, WRITE_MODES[(i + j) % 2])
+    for (i, memory), (j, aggregate) in itertools.product(
+      enumerate(GRID), enumerate(AGGREGATORS)
     )
   )
 )
