@@ -214,6 +214,20 @@ def test_a_loss_that_is_not_finite_stops_the_run(here):
   assert not (here / "run" / "checkpoints" / "4").exists()
 
 
+@pytest.mark.parametrize(
+  ("options", "message"),
+  [
+    ({"data": replace(TINY.data, path="x.txt")}, "no file matches x.txt"),
+    ({"mesh": MeshSettings(data=9)}, "does not fit 1 devices"),
+    ({"batch_size": 64}, "needs 64 documents: there are 32"),
+  ],
+)
+def test_wrong_input_leaves_nothing_behind(here, options, message):
+  with pytest.raises(InputError, match=message):
+    run(replace(TINY, **options))
+  assert not (here / "run").exists()
+
+
 # Checkpoints.
 
 
