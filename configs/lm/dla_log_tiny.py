@@ -2,7 +2,8 @@
 
 python -m examples.lm.main --config=configs/lm/dla_log_tiny.py --workdir=DIR
 
-Hardware: any machine; about a minute on two CPU cores.
+Hardware: any machine, such as two CPU cores.
+Not yet run.
 """
 
 from ml_collections import ConfigDict

@@ -21,7 +21,7 @@ _TOKENS_PER_STEP = 128 * 4096
 
 
 def tiny(family: str, caching: str = "none") -> ConfigDict:
-  """For a laptop: a minute on two CPU cores, on the embedded novels."""
+  """For a laptop, on the embedded novels."""
   return Settings(
     model=ModelSettings(family=family, caching=caching, hidden_dim=128),
     optimizer=OptimizerSettings(peak=3e-3),

@@ -2,7 +2,7 @@
 
 python -m examples.lm.main --config=configs/lm/transformer_tiny.py --workdir=DIR
 
-Hardware: any machine; about a minute on two CPU cores.
+Hardware: any machine, such as two CPU cores.
 """
 
 from ml_collections import ConfigDict

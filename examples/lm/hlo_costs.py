@@ -1,5 +1,6 @@
 """What a compiled program costs, read from its text, loops multiplied out."""
 
+import functools
 import re
 from dataclasses import dataclass
 
@@ -51,20 +52,19 @@ class Costs:
 def costs(text: str) -> Costs:
   """Reads `compiled.as_text()`.
 
-  Loops count as often as the compiler says they run, or once; branches of a
-  conditional count each.
+  Loops count as often as they run, or once where that cannot be read; branches
+  of a conditional count each.
   """
   computations, entry = _computations(text)
-  known: dict[str, Costs] = {}
 
+  @functools.cache
   def of(name: str) -> Costs:
-    if name not in known:
-      known[name] = Costs()  # none contains itself
-      total = Costs()
-      for line in computations.get(name, ()):
-        total += _line(line, of)
-      known[name] = total
-    return known[name]
+    total, channels = Costs(), _collectives(computations, name)
+    for line in computations.get(name, ()):
+      total += Costs(cycles=_cycles(line))
+      for callee, times in _callees(computations, line):
+        total += of(callee) * times
+    return total + Costs(collective_bytes=sum(channels.values()))
 
   return of(entry)
 
@@ -82,19 +82,53 @@ def _computations(text: str) -> tuple[dict[str, list[str]], str]:
   return found, entry
 
 
-def _line(line: str, of) -> Costs:
-  cycles = re.search(r'"estimated_cycles":"(\d+)"', line)
-  total = Costs(int(cycles[1]) if cycles else 0, _collective_bytes(line))
-  if body := re.search(r" while\(.*body=%?([\w.\-]+)", line):
-    trips = re.search(r'"known_trip_count":\{"n":"(\d+)"', line)
-    total += of(body[1]) * (int(trips[1]) if trips else 1)
-  elif callee := re.search(r" call\(.*to_apply=%?([\w.\-]+)", line):
-    total += of(callee[1])
-  elif " conditional(" in line:
-    for name in re.findall(r"computation[s]?=\{?([^}]*?)[},]", line):
-      for branch in re.findall(r"%([\w.\-]+)", name):
-        total += of(branch)
-  return total
+def _cycles(line: str) -> int:
+  found = re.search(r'"estimated_cycles":"(\d+)"', line)
+  return int(found[1]) if found else 0
+
+
+def _callees(computations, line: str) -> list[tuple[str, int]]:
+  """What a line runs, and how often; fusions are in its own cycles."""
+  if loop := re.search(
+    r" while\(.*condition=%?([\w.\-]+), body=%?([\w.\-]+)", line
+  ):
+    known = re.search(r'"known_trip_count":\{"n":"(\d+)"', line)
+    times = int(known[1]) if known else _trips(computations.get(loop[1], []))
+    return [(loop[2], times)]
+  if call := re.search(r" call\(.*to_apply=%?([\w.\-]+)", line):
+    return [(call[1], 1)]
+  if " conditional(" in line:
+    return [
+      (name, 1)
+      for names in re.findall(r"_computations?=\{?([^},]*)", line)
+      for name in re.findall(r"%([\w.\-]+)", names)
+    ]
+  return []
+
+
+def _trips(condition: list[str]) -> int:
+  """Of a loop that counts from 0 while below a constant; else 1."""
+  text = "\n".join(condition)
+  bound = re.search(r"compare\(%[\w.\-]+, %([\w.\-]+)\), direction=LT", text)
+  if not bound:
+    return 1
+  value = re.search(rf"%{re.escape(bound[1])} = .* constant\((\d+)\)", text)
+  return int(value[1]) if value else 1
+
+
+def _collectives(computations, name: str) -> dict[str, int]:
+  """Bytes by channel, also of those that fusions carry along.
+
+  A collective that overlaps several fusions is written in each of them.
+  """
+  found = {}
+  for line in computations.get(name, ()):
+    if size := _collective_bytes(line):
+      channel = re.search(r"channel_id=(\d+)", line)
+      found[channel[1] if channel else line] = size
+    if fusion := re.search(r" fusion\(.*calls=%?([\w.\-]+)", line):
+      found |= _collectives(computations, fusion[1])
+  return found
 
 
 def _collective_bytes(line: str) -> int:

@@ -62,12 +62,13 @@ def run(
   """
   first = jax.process_index() == 0
   say = console.print if first else lambda *_: None
-  if first:
-    claim(workdir, settings.identity())
-  _meet("claimed")
   mesh = sharding.make_mesh(settings.mesh)
   shardings = sharding.layout(settings, mesh)
   session = _Session(settings, workdir, shardings, say)
+  # Nothing is left in the folder by settings that are wrong by themselves.
+  if first:
+    claim(workdir, settings.identity())
+  _meet("claimed")
   with jax.set_mesh(mesh), closing(session):
     state = session.begin()
     say(parameter_table(state))
@@ -119,15 +120,16 @@ class _Session:
     )
     self._batches = data.iterator(make(train, True), settings.prefetch)
     self._held_out = make(held_out, False)
-    self._checkpoints = Checkpoints(
-      workdir, say, keep=settings.keep, background=True
-    )
     self._step, self._measure = training.compiled(settings, shardings)
+    self._checkpoints: Checkpoints | None = None
     self._log: Log | None = None
 
   def begin(self) -> TrainState:
     """The state of the newest checkpoint, or a fresh one."""
     settings, shardings = self._settings, self._shardings
+    self._checkpoints = Checkpoints(
+      self._workdir, self._say, keep=settings.keep, background=True
+    )
     like = sharding.on_mesh(sharding.abstract_state(settings), shardings.state)
     restored = self._checkpoints.restore(like)
     if restored is None:
@@ -205,7 +207,8 @@ class _Session:
     self._batches.close()
     if self._log is not None:
       self._log.close()
-    self._checkpoints.close()
+    if self._checkpoints is not None:
+      self._checkpoints.close()
 
 
 class _Recorder:

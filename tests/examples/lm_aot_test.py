@@ -13,15 +13,28 @@ HloModule jit_step
   ROOT %a = f32[8]{0} add(%p, %p), backend_config={"estimated_cycles":"9000"}
 }
 
+%fused.2 (p: f32[8]) -> bf16[16,8] {
+  %g = bf16[16,8]{1,0} all-gather(%x), channel_id=7, dimensions={0}
+}
+
+%fused.3 (p: f32[8]) -> bf16[16,8] {
+  %g = bf16[16,8]{1,0} all-gather(%x), channel_id=7, dimensions={0}
+}
+
+%four (p: (s32[], f32[8])) -> pred[] {
+  %c = s32[]{:T(128)} constant(4)
+  ROOT %l = pred[] compare(%i, %c), direction=LT
+}
+
 %inner (p: (s32[], f32[8])) -> (s32[], f32[8]) {
-  %g = bf16[16,8]{1,0} all-gather(%x), replica_groups={{0,1}}, dimensions={0}
+  %h = bf16[16,8]{1,0} fusion(%y), kind=kLoop, calls=%fused.2
+  %i = bf16[16,8]{1,0} fusion(%y), kind=kLoop, calls=%fused.3
   ROOT %f = f32[8]{0} fusion(%y), kind=kLoop, calls=%fused.1, \
 backend_config={"flag":false,"estimated_cycles":"10"}
 }
 
 %body (p: (s32[], f32[8])) -> (s32[], f32[8]) {
-  %w = (s32[], f32[8]{0}) while(%p), condition=%cond, body=%inner, \
-backend_config={"known_trip_count":{"n":"4"}}
+  %w = (s32[], f32[8]{0}) while(%p), condition=%four, body=%inner
   ROOT %f = f32[8]{0} fusion(%y), calls=%fused.1, \
 backend_config={"estimated_cycles":"100"}
 }

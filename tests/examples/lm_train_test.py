@@ -32,6 +32,18 @@ from memcache_jax.testing import assert_close
 
 ROOT = pathlib.Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "configs" / "lm").glob("[a-z]*_*.py"))
+# Configs with which something was trained; see configs/README.md.
+RUN = {
+  f"{name}_tiny"
+  for name in (
+    "transformer",
+    "samba",
+    "retnet",
+    "deltanet",
+    "rwkv7",
+    "swla_grm",
+  )
+}
 TINY = Settings(
   model=ModelSettings(
     family="transformer",
@@ -94,7 +106,7 @@ def test_every_config_has_the_parameters_it_says():
     )
     assert said == f"{sum(leaf.size for leaf in leaves):,}", path.name
     assert f"--config=configs/lm/{path.name} " in text
-    assert ("Not yet run." in text) == ("tiny" not in path.name)
+    assert ("Not yet run." in text) == (path.stem not in RUN)
 
 
 def test_wrong_models():
@@ -212,6 +224,20 @@ def test_a_loss_that_is_not_finite_stops_the_run(here):
   batch = np.load(re.search(r"is in (\S+)", str(e.value))[1])
   assert batch["tokens"].shape == (2, 32)
   assert not (here / "run" / "checkpoints" / "4").exists()
+
+
+@pytest.mark.parametrize(
+  ("options", "message"),
+  [
+    ({"data": replace(TINY.data, path="x.txt")}, "no file matches x.txt"),
+    ({"mesh": MeshSettings(data=9)}, "does not fit 1 devices"),
+    ({"batch_size": 64}, "needs 64 documents: there are 32"),
+  ],
+)
+def test_wrong_input_leaves_nothing_behind(here, options, message):
+  with pytest.raises(InputError, match=message):
+    run(replace(TINY, **options))
+  assert not (here / "run").exists()
 
 
 # Checkpoints.
