@@ -116,10 +116,7 @@ def kernel_function(case: Case, config):
 
 
 def xla_function(case: Case, chunk_size: int):
-  """The XLA form of the op; of its gradient alone, when compiled."""
-  import jax
-  import jax.numpy as jnp
-
+  """The XLA form of the op, forwards."""
   from memcache_jax.ops import cached_linear_attention
 
   def run(q, k, v, weights, own_weight, *decays):
@@ -134,14 +131,7 @@ def xla_function(case: Case, chunk_size: int):
       implementation="xla",
     )
 
-  def gradient(*arrays):
-    def loss(*arrays):
-      y, ends = run(*arrays)
-      return jnp.sum(jnp.square(y.astype(jnp.float32))) + jnp.sum(ends**2)
-
-    return jax.grad(loss, argnums=tuple(range(len(arrays))))(*arrays)
-
-  return gradient if case.backward else run
+  return run
 
 
 def count_bundles(dump: Path, kernel: str) -> tuple[collections.Counter, int]:
@@ -237,7 +227,7 @@ def measure(case: Case, dump: Path) -> dict:
   depths, spilling = count_bundles(dump, case.kernel)
   cycles = kernel_cycles(depths, case, config)
   xla = {}
-  if not case.decays:  # decay costs XLA little, and compiling minutes
+  if not (case.decays or case.backward):  # those take minutes to compile
     forms = []
     for chunk_size in (128, 256):
       form = jax.jit(xla_function(case, chunk_size)).lower(*op).compile()
