@@ -116,10 +116,7 @@ def kernel_function(case: Case, config):
 
 
 def xla_function(case: Case, chunk_size: int):
-  """The XLA form of the op; of its gradient alone, when compiled."""
-  import jax
-  import jax.numpy as jnp
-
+  """The XLA form of the op, forwards."""
   from memcache_jax.ops import cached_linear_attention
 
   def run(q, k, v, weights, own_weight, *decays):
@@ -134,14 +131,7 @@ def xla_function(case: Case, chunk_size: int):
       implementation="xla",
     )
 
-  def gradient(*arrays):
-    def loss(*arrays):
-      y, ends = run(*arrays)
-      return jnp.sum(jnp.square(y.astype(jnp.float32))) + jnp.sum(ends**2)
-
-    return jax.grad(loss, argnums=tuple(range(len(arrays))))(*arrays)
-
-  return gradient if case.backward else run
+  return run
 
 
 def count_bundles(dump: Path, kernel: str) -> tuple[collections.Counter, int]:
@@ -154,7 +144,8 @@ def count_bundles(dump: Path, kernel: str) -> tuple[collections.Counter, int]:
   if not files:
     raise FileNotFoundError(f"No bundles of {kernel!r} among {dump}.")
   depths, spilling = collections.Counter(), 0
-  for line in max(files, key=lambda x: x.stat().st_mtime).open():
+  newest = max(files, key=lambda x: x.stat().st_mtime)
+  for line in newest.read_text().splitlines():
     bundle = re.match(r"\s*0x[0-9a-f]+\s*[A-Z]*\s*:\s*((?:>\s*)*)", line)
     if bundle:
       depths[bundle[1].count(">")] += 1
@@ -190,11 +181,21 @@ def xla_cycles(text: str) -> float:
     for line in computations[name]:
       estimate = re.search(r'"estimated_cycles":"?(\d+)', line)
       total += int(estimate[1]) if estimate else 0
-      body = re.search(r" while\(.*body=%?([\w.\-]+)", line)
-      if body:
-        trips = re.search(r'"known_trip_count":\{"n":"(\d+)"', line)
-        total += cycles(body[1]) * (int(trips[1]) if trips else 1)
+      loop = re.search(
+        r" while\(.*condition=%?([\w.\-]+), body=%?([\w.\-]+)", line
+      )
+      if loop:
+        total += trips(loop[1]) * cycles(loop[2])
     return total
+
+  def trips(condition):
+    """The bound that the counter of the loop is compared with."""
+    constants = re.findall(
+      r"s32\[\]\S* constant\((\d+)\)", "\n".join(computations[condition])
+    )
+    if len(constants) != 1:
+      raise ValueError(f"No one bound in {computations[condition]}.")
+    return int(constants[0])
 
   return cycles(entry)
 
@@ -225,11 +226,19 @@ def measure(case: Case, dump: Path) -> dict:
   memory = compiled.memory_analysis()
   depths, spilling = count_bundles(dump, case.kernel)
   cycles = kernel_cycles(depths, case, config)
-  forms = []
-  for chunk_size in (64, 128, 256):
-    form = jax.jit(xla_function(case, chunk_size)).lower(*op).compile()
-    estimate = xla_cycles(form.as_text())
-    forms.append((estimate, form.memory_analysis().temp_size_in_bytes))
+  xla = {}
+  if not (case.decays or case.backward):  # those take minutes to compile
+    forms = []
+    for chunk_size in (128, 256):
+      form = jax.jit(xla_function(case, chunk_size)).lower(*op).compile()
+      temporaries = form.memory_analysis().temp_size_in_bytes
+      forms.append((xla_cycles(form.as_text()), temporaries))
+    estimate, temporaries = min(forms)
+    xla = {
+      "XLA cycles": round(estimate),
+      "XLA / kernel": f"{estimate / cycles:.1f}x",
+      "XLA temporaries": f"{temporaries / 2**20:.0f} MiB",
+    }
   traffic = memory.argument_size_in_bytes + memory.output_size_in_bytes
   return {
     "width": case.width,
@@ -241,9 +250,7 @@ def measure(case: Case, dump: Path) -> dict:
     "ms": f"{cycles / CYCLES_PER_SECOND * 1e3:.2f}",
     "memory cycles": round(traffic / BYTES_PER_CYCLE),
     "temporaries": memory.temp_size_in_bytes,
-    "XLA cycles": round(min(forms)[0]),
-    "XLA / kernel": f"{min(forms)[0] / cycles:.1f}x",
-    "XLA temporaries": f"{min(forms)[1] / 2**20:.0f} MiB",
+    **xla,
   }
 
 
@@ -269,7 +276,7 @@ def main(argv: list[str] | None = None) -> None:
   if options.readme:
     header = list(rows[0])
     lines = [header, ["---"] * len(header)]
-    lines += [[str(row[name]) for name in header] for row in rows]
+    lines += [[str(row.get(name, "")) for name in header] for row in rows]
     table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     readme.replace("schedule", table, README)
 

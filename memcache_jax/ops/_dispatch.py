@@ -5,6 +5,7 @@ accelerator. A kernel that cannot take a call says why.
 """
 
 import importlib
+import importlib.util
 from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any, Literal, TypeAlias
@@ -87,19 +88,14 @@ def run(
   return xla(*args) if kernel is None else kernel(*args)
 
 
-def kernel_module(name: str) -> ModuleType:
-  """Imports ``memcache_jax.pallas_kernels.<name>``.
+def kernels_installed() -> bool:
+  """Whether there are kernels; a checkout that is not installed has none."""
+  return importlib.util.find_spec("memcache_jax.pallas_kernels") is not None
 
-  Raises:
-    ImportError: when the kernels are not installed, as in a bare checkout.
-  """
-  try:
-    return importlib.import_module(f"memcache_jax.pallas_kernels.{name}")
-  except ModuleNotFoundError as error:
-    raise ImportError(
-      "memcache_jax.pallas_kernels is not installed: run `pip install -e .` "
-      "in the checkout."
-    ) from error
+
+def kernel_module(name: str) -> ModuleType:
+  """Imports ``memcache_jax.pallas_kernels.<name>``."""
+  return importlib.import_module(f"memcache_jax.pallas_kernels.{name}")
 
 
 def first_order(op: str, rule: Callable[..., Any], *args: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from memcache_jax.ops.cached_linear_attention._api import (
   cached_linear_attention,
-  has_kernel,
 )
+from memcache_jax.ops.cached_linear_attention._kernels import has_kernel
 
 __all__ = ["cached_linear_attention", "has_kernel"]

@@ -9,15 +9,15 @@ import jax.numpy as jnp
 from memcache_jax import sharding
 from memcache_jax.array_typing import Array, Bool, Float
 from memcache_jax.ops import _checks, _dispatch
-from memcache_jax.ops.cached_linear_attention import _chunked, _reference
+from memcache_jax.ops.cached_linear_attention import (
+  _chunked,
+  _kernels,
+  _reference,
+)
 from memcache_jax.ops.cached_linear_attention._inputs import (
   Cut,
   Inputs,
   WriteMode,
-)
-from memcache_jax.ops.cached_linear_attention._kernel_operands import (
-  is_chained,
-  kernel_operands,
 )
 
 _NAME = "cached_linear_attention"
@@ -98,48 +98,19 @@ def cached_linear_attention(
   _checks.check_choice(write_mode=(write_mode, ("independent", "checkpoint")))
   cut = Cut(segment_length, q.shape[1], carried, write_mode)
   _check(inputs, fresh, cut)
-  if cut.tokens == 0:
+  if 0 in q.shape[:3]:
     b, _, n, key_dim = q.shape
-    return v, jnp.zeros((b, 0, n, key_dim, v.shape[-1]), jnp.float32)
+    ends = (b, cut.segments, n, key_dim, v.shape[-1])
+    return v, jnp.zeros(ends, jnp.float32)
   why_not = None
   if implementation in (None, "mosaic_tpu"):
-    why_not = _kernel_config().supports(_call(inputs, cut))
+    why_not = _kernels.why_not(**_kernels.sizes(inputs, cut))
   choice = _dispatch.resolve(_NAME, implementation, {"mosaic_tpu": why_not})
   if choice == "reference":
     return _reference.cached_linear_attention(inputs, fresh, cut)
   if choice == "xla":
     return _chunked.cached_linear_attention(inputs, fresh, cut, chunk_size)
   return _by_kernel(_Options(cut, chunk_size, choice), inputs, fresh)
-
-
-def has_kernel(
-  key_dim: int,
-  value_dim: int,
-  dtype: str,
-  *,
-  segment_length: int,
-  segments: int,
-  carried: int,
-  implementation: _dispatch.Implementation | None,
-) -> bool:
-  """Whether a call with such sizes may run as a kernel.
-
-  Args:
-    key_dim: width of queries and keys.
-    value_dim: width of values.
-    dtype: of these.
-    segment_length: tokens of a segment.
-    segments: of the call.
-    carried: memories carried into the call, with its state.
-    implementation: as in the call; an explicit one is taken at its word.
-  """
-  if implementation is not None:
-    return implementation in ("mosaic_tpu", "triton")
-  config = _kernel_config()
-  call = config.Call(
-    key_dim, value_dim, dtype, segment_length, segments, carried
-  )
-  return config.supports(call) is None
 
 
 def _check(inputs, fresh, cut):
@@ -198,7 +169,7 @@ def _forward(options, inputs, fresh):
       lambda inputs, fresh: _chunked.cached_linear_attention(
         inputs, fresh, options.cut, options.chunk_size
       ),
-      {"mosaic_tpu": functools.partial(_mosaic_tpu, options.cut)},
+      {"mosaic_tpu": functools.partial(_kernels.mosaic_tpu, options.cut)},
       *(inputs, fresh),
     )
 
@@ -225,7 +196,7 @@ def _backward(options, residuals, gradients):
     return _dispatch.run(
       options.choice,
       xla,
-      {"mosaic_tpu": functools.partial(_mosaic_tpu_vjp, options.cut)},
+      {"mosaic_tpu": functools.partial(_kernels.mosaic_tpu_vjp, options.cut)},
       *(inputs, fresh, ends, gradients),
     )
 
@@ -239,59 +210,3 @@ def _backward(options, residuals, gradients):
 
 
 _by_kernel.defvjp(_forward, _backward)
-
-
-def _kernel_config():
-  return _dispatch.kernel_module("linear_attention.config")
-
-
-def _call(inputs: Inputs, cut: Cut):
-  """The sizes of a call, as the kernels ask for them."""
-  return _kernel_config().Call(
-    k=inputs.q.shape[-1],
-    v=inputs.v.shape[-1],
-    dtype=inputs.q.dtype.name,
-    segment_length=cut.length,
-    segments=cut.segments,
-    carried=cut.carried + (inputs.state is not None),
-  )
-
-
-def _config(inputs: Inputs, cut: Cut):
-  """The pieces of a call, and its segments filled up to whole blocks."""
-  config = _kernel_config().config(_call(inputs, cut))
-  block = config.segments_per_block
-  return config, -(-cut.segments // block) * block
-
-
-def _mosaic_tpu(cut, inputs, fresh):
-  config, segments = _config(inputs, cut)
-  module = _dispatch.kernel_module("linear_attention.mosaic_tpu")
-  y, ends = module.fwd(
-    module.Operands(*kernel_operands(inputs, fresh, cut, segments)),
-    segment_length=cut.length,
-    chained=is_chained(inputs, cut),
-    config=config,
-  )
-  return jnp.swapaxes(y, 1, 2)[:, : cut.tokens], ends[:, : cut.segments]
-
-
-def _mosaic_tpu_vjp(cut, inputs, fresh, ends, gradients):
-  config, segments = _config(inputs, cut)
-  module = _dispatch.kernel_module("linear_attention.mosaic_tpu_vjp")
-  d_y, d_ends = gradients
-  fill = lambda x, axis, count: jnp.pad(
-    x, [(0, count if i == axis else 0) for i in range(x.ndim)]
-  )
-  prepare = lambda inputs: kernel_operands(inputs, fresh, cut, segments)
-  operands, transpose = jax.vjp(prepare, inputs)
-  d_operands = module.bwd(
-    module.Operands(*operands),
-    fill(ends, 1, segments - cut.segments),
-    fill(jnp.swapaxes(d_y, 1, 2), 2, segments * cut.length - cut.tokens),
-    fill(d_ends, 1, segments - cut.segments),
-    segment_length=cut.length,
-    chained=is_chained(inputs, cut),
-    config=config,
-  )
-  return transpose(tuple(d_operands))[0]

@@ -1,0 +1,55 @@
+"""Reading what the TPU's compiler wrote down."""
+
+import importlib
+
+import pytest
+
+from examples.benchmarks import tpu_schedule
+from examples.benchmarks.tpu_schedule import Case
+
+BUNDLES = """
+  0x0     :  { %s1 = inlined_call_operand.vmem [shape: f32[8]] }
+  0x1   LB: > { %v1 = vld [vmem:[#allocation2_spill] sm:$0xff] }
+  0x2     : > > { %v2 = vmatmul.f32.gmra.mxu0 %v1 }
+  0x3   LE: > > { %p1 = scmp.lt }
+"""
+PROGRAM = """
+%body (x: s32[]) -> s32[] {
+  ROOT %fusion.1 = s32[] fusion(), backend_config={"estimated_cycles":"7"}
+}
+%condition (x: s32[]) -> pred[] {
+  %constant.3 = s32[]{:T(128)} constant(4)
+}
+ENTRY %main (x: s32[]) -> s32[] {
+  %fusion.2 = s32[] fusion(), backend_config={"estimated_cycles":"100"}
+  %while.1 = s32[] while(%x), condition=%condition, body=%body
+}
+"""
+
+
+def test_bundles_are_counted_by_depth(tmp_path):
+  (tmp_path / "1-a_kernel-final_bundles.txt").write_text(BUNDLES)
+  depths, spilling = tpu_schedule.count_bundles(tmp_path, "a_kernel")
+  assert dict(depths) == {0: 1, 1: 1, 2: 2}
+  assert spilling == 1
+  with pytest.raises(FileNotFoundError, match="another"):
+    tpu_schedule.count_bundles(tmp_path, "another")
+
+
+def test_loops_count_as_often_as_they_run():
+  assert tpu_schedule.xla_cycles(PROGRAM) == 100 + 4 * 7
+  case = Case(width=128, heads=2)  # 16 segments
+  pieces = importlib.import_module(
+    "memcache_jax.pallas_kernels.linear_attention.config"
+  )
+  config = pieces.Config(1, 4, 0)
+  # 8 steps; 0, 1, 2 or 3 earlier blocks of 4 states, all in one iteration.
+  depths = {0: 5, 1: 100, 2: 10}
+  assert tpu_schedule.kernel_cycles(depths, case, config) == 5 + 800 + 120
+
+
+def test_what_the_matrix_units_need():
+  # Of 256 tokens and width: 3 products per segment, and 7.5 reads on average.
+  one = 2 * 256**3
+  assert Case(256).flops == 8 * 16 * 10.5 * one
+  assert Case(256, backward=True).flops == 8 * 16 * 22 * one
