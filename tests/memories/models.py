@@ -76,9 +76,9 @@ MEMORIES = (
   Saturating(),
 )
 
-# One of each kind: these meet every aggregator, in the two write modes by turns.
-# (Without decay, or with a constant one, the same op computes a part of what it
-# can.)
+# One of each kind: these meet every aggregator, in the write modes by turns.
+# (Without decay, or with a constant one, the same op computes a part of what
+# it can.)
 GRID = (MEMORIES[1], MEMORIES[3], MEMORIES[4])
 
 AGGREGATORS = (
