@@ -147,6 +147,27 @@ class Cached(Memory):
       levels=_levels.empty(online, pool, levels, self.write_mode),
     )
 
+  def check_state(
+    self, params: Params, state: State, shape: HeadShape, batch: int
+  ) -> None:
+    if not isinstance(state, CacheState):
+      raise ValueError(
+        "`state` must be what `init_state` or `scan` of a Cached memory "
+        f"returned: got a {type(state).__name__}."
+      )
+    slots = state.index.shape[1]
+    levels = self.segments.levels(slots)
+    got = 0 if state.levels is None else state.levels.pools.shape[1]
+    if levels != got:
+      raise ValueError(
+        f"`state` must come from a memory with segments {self.segments}, with "
+        f"{levels} writers of longer blocks: got {got}."
+      )
+    expected = jax.eval_shape(
+      lambda params: self.empty_state(params, shape, batch, slots), params
+    )
+    _checks.check_state(state, expected)
+
   def step(
     self,
     params: Params,
@@ -205,7 +226,7 @@ class Cached(Memory):
     check_tokens(self, tokens)
     _check_room(self, tokens)
     if state is not None:
-      _check_state(self, params, state, tokens)
+      self.check_state(params, state, tokens.head_shape, tokens.q.shape[0])
     b, t = tokens.q.shape[:2]
     if t > 1:
       return _segment_scan.run(self, params, state, tokens)
@@ -218,32 +239,6 @@ class Cached(Memory):
     slots = state.index.shape[1]
     weights = jnp.zeros((b, 0, tokens.q.shape[2], slots + 1), jnp.float32)
     return jnp.zeros_like(tokens.v), state, weights
-
-
-def _check_state(
-  cached: Cached, params: Params, state: State, tokens: Tokens
-) -> None:
-  """The state must be one of a cached memory like this, for such tokens."""
-  if not isinstance(state, CacheState):
-    raise ValueError(
-      "`state` must be what `init_state` or `scan` of a Cached memory "
-      f"returned: got a {type(state).__name__}."
-    )
-  slots = state.index.shape[1]
-  levels = cached.segments.levels(slots)
-  got = 0 if state.levels is None else state.levels.pools.shape[1]
-  if levels != got:
-    raise ValueError(
-      f"`state` must come from a memory with segments {cached.segments}, with "
-      f"{levels} writers of longer blocks: got {got}."
-    )
-  expected = jax.eval_shape(
-    lambda params: cached.empty_state(
-      params, tokens.head_shape, tokens.q.shape[0], slots
-    ),
-    params,
-  )
-  _checks.check_state("state", state, expected)
 
 
 def _check_room(cached: Cached, tokens: Tokens) -> None:

@@ -214,6 +214,10 @@ class MemoryMixer(Mixer):
 
   def _tokens(self, front, state, max_unaligned_starts):
     """What the memory consumes, and the state of the convolutions."""
+    if state is not None:
+      self.memory.check_state(
+        self._memory_params(), state.memory, self.shape, front.x.shape[0]
+      )
     convolved, tails = {}, {}
     for name in ("q", "k", "v"):
       projection, conv = getattr(self, name), getattr(self, f"{name}_conv")

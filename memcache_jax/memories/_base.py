@@ -18,6 +18,7 @@ from memcache_jax.array_typing import (
 )
 from memcache_jax.memories._gate import Gate, HeadShape
 from memcache_jax.memories._tokens import Tokens, check_tokens
+from memcache_jax.ops import _checks
 
 
 class Memory:
@@ -76,6 +77,15 @@ class Memory:
         for. Only memories that grow use it.
     """
     raise NotImplementedError
+
+  def check_state(
+    self, params: Params, state: State, shape: HeadShape, batch: int
+  ) -> None:
+    """Raises ValueError unless a state is one of this memory, for such rows."""
+    expected = jax.eval_shape(
+      lambda params: self.init_state(params, shape, batch), params
+    )
+    _checks.check_state(state, expected)
 
   def step(
     self,

@@ -8,7 +8,7 @@ from flax import nnx
 from memcache_jax.array_typing import Params
 from memcache_jax.caching import Cached, Constant
 from memcache_jax.layers import InitialMemory, MemoryMixer, NoDecayParam
-from memcache_jax.memories import Linear, Memory
+from memcache_jax.memories import Linear, Memory, SlidingWindowLinear
 from tests.layers import cases
 from tests.layers.cases import DIM, louder, memory_mixer, run
 
@@ -113,3 +113,13 @@ def test_a_memory_of_three_methods_is_enough():
 def test_errors(as_a_user):
   with pytest.raises(ValueError, match="`memory` must be a Memory: got <"):
     MemoryMixer(DIM, 2, Linear, rngs=nnx.Rngs(0))
+  layer, x = memory_mixer(Linear()), jnp.ones((2, 3, DIM))
+  state = layer.init_state(2, 9)
+  for memory in (SlidingWindowLinear(), Cached(Linear(), Constant(4))):
+    other = memory_mixer(memory).init_state(2, 9).memory
+    with pytest.raises(ValueError, match="`state` must come from the same"):
+      layer(x, state._replace(memory=other))
+  for other in (jnp.zeros((3, 2, 4, 3)), jnp.zeros((2, 4, 3), jnp.int32)):
+    wrong = state.memory._replace(matrix=other)
+    with pytest.raises(ValueError, match=r"`state\.matrix` must be float32"):
+      layer(x, state._replace(memory=wrong))
