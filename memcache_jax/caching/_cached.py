@@ -88,6 +88,16 @@ class Cached(Memory):
   def uses_segment_ends(self) -> bool:
     return self.segments.max_flagged > 0
 
+  @property
+  def max_length(self) -> int | None:
+    """Tokens of a document that can be read whatever room a state has.
+
+    None for any number. With `Explicit`, of one without flags.
+    """
+    limits = (self.aggregate.max_segments, self.segments.max_flagged)
+    known = [limit for limit in limits if limit]
+    return min(known) * self.segments.length if known else None
+
   def gates(self) -> Mapping[str, Gate]:
     return {**self.memory.gates(), **self.aggregate.gates()}
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from memcache_jax.array_typing import Array, Int, PRNGKeyArray
+from memcache_jax.caching import Cached
 from memcache_jax.decoding._sampling import Sampling
 from memcache_jax.decoding._steps import decode_step, prefill
 from memcache_jax.models import LanguageModel, check_token_ids
@@ -70,6 +71,7 @@ def generate(
     >>> [len(row) for row in rows]
     [3, 3]
   """
+  prompts = list(prompts) if isinstance(prompts, Iterator) else prompts
   rows = None
   for tokens in stream(
     model,
@@ -135,11 +137,13 @@ def stream(
       raise ValueError("`key` must be given unless `temperature` is 0.")
     key = jax.random.key(0)
   _check_key(key)
-  _check_stop_tokens(stop_tokens, vocab_size)
-  tokens, mask = _pad(prompts, vocab_size, length_multiple)
+  stop_tokens = _stop_tokens(stop_tokens, vocab_size)
+  prompts = _prompts(prompts, vocab_size)
+  tokens, mask = _pad(prompts, length_multiple)
+  _check_length(model, max(len(row) for row in prompts), max_new_tokens)
   room = _round_up(tokens.shape[1] + max_new_tokens, length_multiple)
   steps = _steps(model, tokens, mask, room, sampling, key)
-  return _until_stopped(steps, frozenset(stop_tokens), max_new_tokens)
+  return _until_stopped(steps, stop_tokens, max_new_tokens)
 
 
 def _until_stopped(
@@ -208,19 +212,21 @@ def _round_up(length: int, multiple: int) -> int:
 
 
 def _check_key(key):
-  """A key is an array: a typed scalar one, or the two words of an old one."""
+  """A key is an array: a typed scalar one, or the words of an old one."""
   if not isinstance(key, jax.Array | np.ndarray) or not (
     jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
     if key.ndim == 0
-    else key.shape == (2,) and key.dtype == jnp.uint32
+    else key.shape in ((2,), (4,)) and key.dtype == jnp.uint32
   ):
     raise ValueError(
       f"`key` must be one key, as of jax.random.key: got {key!r}."
     )
 
 
-def _check_stop_tokens(stop_tokens, vocab_size):
-  ids = stop_tokens if isinstance(stop_tokens, Iterable) else (None,)
+def _stop_tokens(stop_tokens, vocab_size) -> frozenset[int]:
+  ids = (None,)
+  if isinstance(stop_tokens, Iterable):
+    ids = tuple(stop_tokens)
   for token in ids:
     if not isinstance(token, numbers.Integral) or not (
       0 <= int(token) < vocab_size
@@ -229,10 +235,21 @@ def _check_stop_tokens(stop_tokens, vocab_size):
         f"`stop_tokens` must be ids from 0 to {vocab_size - 1}: "
         f"got {stop_tokens!r}."
       )
+  return frozenset(int(token) for token in ids)
 
 
-def _pad(prompts, vocab_size, multiple):
-  """Ids [b t] and a mask, or None where nothing is padded."""
+def _check_length(model, prompt, new):
+  for spec in model.config.pattern:
+    memory = getattr(spec, "memory", None)
+    limit = memory.max_length if isinstance(memory, Cached) else None
+    if limit is not None and prompt + new > limit:
+      raise ValueError(
+        f"`prompts` and `max_new_tokens` must come to at most {limit} tokens, "
+        f"the segments that {memory} knows: got {prompt} + {new}."
+      )
+
+
+def _prompts(prompts, vocab_size) -> list[np.ndarray]:
   if isinstance(prompts, str) or not isinstance(prompts, Iterable):
     raise ValueError(
       f"`prompts` must be one sequence of ids per row: got {prompts!r}."
@@ -253,6 +270,11 @@ def _pad(prompts, vocab_size, multiple):
         f"got shape {row.shape} in row {number}."
       )
     check_token_ids(row, vocab_size, name="prompts")
+  return rows
+
+
+def _pad(rows, multiple):
+  """Ids [b t] and a mask, or None where nothing is padded."""
   lengths = np.array([len(row) for row in rows])
   length = _round_up(int(lengths.max()), multiple)
   tokens = np.zeros((len(rows), length), np.int32)

@@ -8,6 +8,9 @@ import jax.numpy as jnp
 from memcache_jax.array_typing import Array, Float, Int, PRNGKeyArray
 from memcache_jax.ops import _checks
 
+# Logits over less would leave float32.
+_COLDEST = 1e-6
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -27,6 +30,11 @@ class Sampling:
 
   def __post_init__(self):
     _checks.check_number(temperature=self.temperature, low=0)
+    if 0 < self.temperature < _COLDEST:
+      raise ValueError(
+        f"`temperature` must be 0 or at least {_COLDEST}: "
+        f"got {self.temperature}."
+      )
     if self.top_k is not None:
       _checks.check_positive(top_k=self.top_k)
     if self.top_p is not None:

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 
 from memcache_jax.array_typing import Array, Bool, Float, Int, State
 from memcache_jax.models import LanguageModel
+from memcache_jax.ops import _checks
 
 
 def prefill(
@@ -40,6 +41,11 @@ def prefill(
     >>> logits.shape
     (1, 256)
   """
+  if state is None:
+    raise ValueError(
+      "`state` must be what `model.init_state` or an earlier call returned: "
+      "got None."
+    )
   x, state = model.features(tokens, state, mask=mask, segment_ends=segment_ends)
   b, t = tokens.shape
   if t == 0:
@@ -77,6 +83,13 @@ def decode_step(
   Returns:
     Logits of the token after it, and the state.
   """
+  _checks.check_shapes(
+    {
+      "tokens": (tokens, "b"),
+      "mask": (mask, "b"),
+      "segment_ends": (segment_ends, "b"),
+    }
+  )
   tokens, mask, segment_ends = jax.tree.map(
     lambda x: x[:, None], (tokens, mask, segment_ends)
   )

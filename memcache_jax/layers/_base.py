@@ -86,6 +86,7 @@ def check_inputs(
       "segment_ends": (segment_ends, "b t"),
     }
   )
+  _checks.check_given(x=x)
   _checks.check_floating(x=x)
   _checks.check_bool(mask=mask, starts=starts, segment_ends=segment_ends)
   if x.shape[2] != dim:

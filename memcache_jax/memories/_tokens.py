@@ -82,7 +82,8 @@ def check_tokens(memory: Any, tokens: Tokens) -> None:
     mask=tokens.mask, starts=tokens.starts, segment_ends=tokens.segment_ends
   )
   bound = tokens.max_unaligned_starts
-  if bound is not None and (not isinstance(bound, int) or bound < 0):
+  number = isinstance(bound, int) and not isinstance(bound, bool)
+  if bound is not None and not (number and bound >= 0):
     raise ValueError(
       f"`max_unaligned_starts` must be None or an int of at least 0: "
       f"got {bound!r}."

@@ -96,6 +96,14 @@ class ModelConfig:
     if self.hidden_dim is not None:
       _checks.check_positive(hidden_dim=self.hidden_dim)
     _checks.check_dtype(dtype=self.dtype, param_dtype=self.param_dtype)
+    if not isinstance(self.tie_embeddings, bool):
+      raise ValueError(
+        f"`tie_embeddings` must be a bool: got {self.tie_embeddings!r}."
+      )
+    if not isinstance(self.remat, bool) and not callable(self.remat):
+      raise ValueError(
+        f"`remat` must be a bool or a policy: got {self.remat!r}."
+      )
     if not isinstance(self.pattern, tuple) or not all(
       isinstance(spec, MemorySpec | AttentionSpec) for spec in self.pattern
     ):

@@ -35,6 +35,7 @@ class Embedding(nnx.Module):
     self, tokens: Int[Array, "b t"], mask: Bool[Array, "b t"] | None = None
   ) -> Float[Array, "b t d"]:
     """Looks ids up; masked tokens get zeros, whatever their id."""
+    tokens = jnp.asarray(tokens)  # NumPy's int64 as what jax makes of it
     if mask is not None:
       tokens = jnp.where(mask, tokens, 0)
     x = jnp.take(

@@ -137,6 +137,7 @@ class LanguageModel(nnx.Module):
         "segment_ends": (segment_ends, "b t"),
       }
     )
+    _checks.check_given(tokens=tokens)
     _checks.check_bool(mask=mask, starts=starts, segment_ends=segment_ends)
     self.check_segment_ends(segment_ends)
     check_token_ids(tokens, self.config.vocab_size, mask)

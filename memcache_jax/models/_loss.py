@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from memcache_jax.array_typing import Array, Bool, Float, Int
+from memcache_jax.ops import _checks
 
 
 def next_token_loss(
@@ -31,6 +32,9 @@ def next_token_loss(
   Returns:
     The mean, float32; 0 when nothing counts.
 
+  Raises:
+    ValueError: when shapes or dtypes do not fit.
+
   Example:
     >>> import jax.numpy as jnp
     >>> from memcache_jax.models import next_token_loss
@@ -38,6 +42,17 @@ def next_token_loss(
     >>> round(float(loss), 4)  # log(8)
     2.0794
   """
+  _checks.check_shapes(
+    {
+      "logits": (logits, "b t vocab"),
+      "targets": (targets, "b t"),
+      "mask": (mask, "b t"),
+    }
+  )
+  _checks.check_given(logits=logits, targets=targets)
+  _checks.check_floating(logits=logits)
+  _checks.check_integers(targets=targets)
+  _checks.check_bool(mask=mask)
   if mask is None:
     mask = jnp.ones(targets.shape, bool)
   # Masked logits may be nan: they must not reach a gradient.

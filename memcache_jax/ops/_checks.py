@@ -44,6 +44,26 @@ def check_shapes(specs: Mapping[str, tuple[Array | None, str]]) -> None:
         )
 
 
+def check_given(**arrays: Array | None) -> None:
+  """Raises ValueError for an array that is None or has no rows."""
+  for name, array in arrays.items():
+    if array is None:
+      raise ValueError(f"`{name}` must be an array: got None.")
+    if array.shape[:1] == (0,):
+      raise ValueError(
+        f"`{name}` must have at least one row: got shape {array.shape}."
+      )
+
+
+def check_integers(**arrays: Array) -> None:
+  """Raises ValueError for an array that is not of an integer dtype."""
+  for name, array in arrays.items():
+    if not jnp.issubdtype(array.dtype, jnp.integer):
+      raise ValueError(
+        f"`{name}` must have an integer dtype: got {array.dtype}."
+      )
+
+
 def check_floating(**arrays: Array | None) -> None:
   """Raises ValueError for an array that is not of a floating dtype."""
   for name, array in arrays.items():
@@ -132,8 +152,8 @@ def check_state(state: State, expected: State) -> None:
   got = jax.tree.leaves(state)
   if jax.tree.structure(state) != structure:
     raise ValueError(
-      f"`state` must come from the same kind of memory, a {structure}: got "
-      f"{jax.tree.structure(state)}."
+      "`state` must come from the same kind of memory, "
+      f"{_leaves_of(expected)}: got {_leaves_of(state)}."
     )
   for (path, leaf), x in zip(want, got, strict=True):
     shape, dtype = jnp.shape(x), getattr(x, "dtype", type(x).__name__)
@@ -144,3 +164,9 @@ def check_state(state: State, expected: State) -> None:
         f"{leaf.ndim} axes, the first of {leaf.shape[0]} rows: got {dtype} of "
         f"shape {shape}."
       )
+
+
+def _leaves_of(tree: State) -> str:
+  paths, _ = jax.tree_util.tree_flatten_with_path(tree)
+  names = [jax.tree_util.keystr(path) for path, _ in paths]
+  return f"a {type(tree).__name__} of leaves [{', '.join(filter(None, names))}]"

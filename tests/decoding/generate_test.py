@@ -6,7 +6,7 @@ import pytest
 from flax import nnx
 from hypothesis import strategies as st
 
-from memcache_jax.caching import Cached, Constant
+from memcache_jax.caching import Cached, Constant, Explicit
 from memcache_jax.decoding import (
   _generate,
   decode_step,
@@ -15,7 +15,7 @@ from memcache_jax.decoding import (
   stream,
 )
 from memcache_jax.decoding._sampling import Sampling
-from memcache_jax.memories import DecayedLinear
+from memcache_jax.memories import DecayedLinear, Linear
 from memcache_jax.models import (
   AttentionSpec,
   LanguageModel,
@@ -220,6 +220,7 @@ def test_errors(model, as_a_user):
   check("`top_k` .* got 0", top_k=0)
   check("`top_k` must be at most the vocabulary, 13: got 14", top_k=14)
   check("`temperature` must be a number .* got 'hot'", temperature="hot")
+  check("`temperature` must be 0 or at least", temperature=1e-40)
   check("`top_p` .* above 0 and at most 1: got 0", top_p=0.0)
   check("`top_p` .* above 0 and at most 1: got 1.5", top_p=1.5)
   check("`top_p` .* got 'a'", top_p="a")
@@ -238,3 +239,24 @@ def test_errors(model, as_a_user):
   check("`prompts` .* integer dtype: got float64", prompts=[[1.0]])
   with pytest.raises(ValueError, match="`model` must be a LanguageModel"):
     generate(model.embedding, [[1]], **GREEDY)
+  limited = Cached(Linear(), Explicit(2, 1))
+  small = LanguageModel(
+    ModelConfig.tiny(MemorySpec(limited, 2)), rngs=nnx.Rngs(0)
+  )
+  with pytest.raises(ValueError, match="at most 4 tokens, .* got 2 \\+ 3"):
+    generate(small, [[1, 2]], max_new_tokens=3, temperature=0)
+
+
+def test_steps_name_what_is_wrong(model, as_a_user):
+  state = model.init_state(1, 4)
+  ids = jnp.zeros((1, 1), jnp.int32)
+  with pytest.raises(ValueError, match=r"`tokens` must have axes \(b\)"):
+    decode_step(model, ids, state)
+  with pytest.raises(ValueError, match="`state` must be what .* got None"):
+    prefill(model, ids, None)
+
+
+def test_options_may_be_iterators(model, as_a_user):
+  first = generate(model, [[1, 2]], **GREEDY)[0][:1]
+  prompts, stop_tokens = iter([[1, 2]]), iter(first)
+  assert generate(model, prompts, stop_tokens=stop_tokens, **GREEDY) == [[]]

@@ -82,6 +82,9 @@ def test_errors(as_a_user):
   for dtype in ("float33", jnp.int32, None):
     with pytest.raises(ValueError, match="`dtype` must be a floating dtype"):
       ModelConfig(num_layers=1, pattern=(spec,), dtype=dtype, **options)
+  for name in ("tie_embeddings", "remat"):
+    with pytest.raises(ValueError, match=f"`{name}` must be a bool"):
+      ModelConfig(num_layers=1, pattern=(spec,), **{name: "no"}, **options)
   with pytest.raises(ValueError, match="`config` must be a ModelConfig"):
     LanguageModel(None, rngs=nnx.Rngs(0))
   with pytest.raises(ValueError, match="`rngs` must be an nnx.Rngs: got 3"):

@@ -266,6 +266,8 @@ def test_wrong_kinds_of_arguments(as_a_user):
       model(tokens, state, **flags)
 
   check("integer dtype: got float32", jnp.zeros((1, 3)))
+  check("`tokens` must be an array: got None", None)
+  check("`tokens` must have at least one row", ids[:0])
   check("`tokens` must be an array .* got a list", [[1, 2]])
   check("`mask` must be an array .* got a list", mask=[[True] * 3])
   check("`mask` must be boolean: got float32", mask=jnp.ones((1, 3)))
@@ -273,3 +275,12 @@ def test_wrong_kinds_of_arguments(as_a_user):
   check("`state` must be a tuple .*: got a list", state=list(state))
   check("`state` must be a tuple .*: got a tuple of 1", state=state[:1])
   check("`state` must be the MixerState", state=state[::-1])
+
+
+def test_ids_of_numpy(as_a_user):
+  """Its int64 is what it makes of a list."""
+  model = make(SMALL)
+  ids = np.array([[1, 2, 3]])
+  assert ids.dtype == np.int64
+  x = model.embedding(ids)
+  chex.assert_trees_all_equal(x, model.embedding(jnp.asarray(ids)))

@@ -64,3 +64,18 @@ def test_check_token_ids():
       check_token_ids(np.array([[0], [wrong]]), 16)
   with pytest.raises(ValueError, match="`prompts` .* integer .* got float64"):
     check_token_ids(np.array([0.0]), 16, name="prompts")
+
+
+def test_wrong_arguments(as_a_user):
+  logits, targets = jnp.zeros((2, 3, 4)), jnp.zeros((2, 3), jnp.int32)
+
+  def check(message, *args):
+    with pytest.raises(ValueError, match=message):
+      next_token_loss(*args)
+
+  check(r"`targets` must have axes \(b t\)", logits, targets[:, :1])
+  check("`mask` must have axes", logits, targets, jnp.ones((1, 3), bool))
+  check("`mask` must be boolean", logits, targets, jnp.ones((2, 3)))
+  check("`targets` must have an integer", logits, targets.astype(jnp.float32))
+  check("`targets` must be an array", logits, [[0, 1, 2], [0, 1, 2]])
+  check("`logits` must have at least one row", logits[:0], targets[:0])
