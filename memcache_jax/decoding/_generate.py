@@ -224,18 +224,17 @@ def _check_key(key):
 
 
 def _stop_tokens(stop_tokens, vocab_size) -> frozenset[int]:
-  ids = (None,)
   if isinstance(stop_tokens, Iterable):
     ids = tuple(stop_tokens)
-  for token in ids:
-    if not isinstance(token, numbers.Integral) or not (
-      0 <= int(token) < vocab_size
+    if all(
+      isinstance(token, numbers.Integral) and 0 <= int(token) < vocab_size
+      for token in ids
     ):
-      raise ValueError(
-        f"`stop_tokens` must be ids from 0 to {vocab_size - 1}: "
-        f"got {stop_tokens!r}."
-      )
-  return frozenset(int(token) for token in ids)
+      return frozenset(int(token) for token in ids)
+  raise ValueError(
+    f"`stop_tokens` must be ids from 0 to {vocab_size - 1}: "
+    f"got {stop_tokens!r}."
+  )
 
 
 def _check_length(model, prompt, new):
