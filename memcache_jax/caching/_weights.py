@@ -101,4 +101,4 @@ def mix(aggregate, logits, own_logit, readable) -> Weighed:
 
 
 def _pays(selection, slots) -> bool:
-  return slots >= _SLOTS_PER_SELECTED * selection.index.shape[-1]
+  return slots >= _SLOTS_PER_SELECTED * max(selection.index.shape[-1], 1)

@@ -137,13 +137,13 @@ def stream(
       raise ValueError("`key` must be given unless `temperature` is 0.")
     key = jax.random.key(0)
   _check_key(key)
-  stop_tokens = _stop_tokens(stop_tokens, vocab_size)
+  stop = _stop_tokens(stop_tokens, vocab_size)
   prompts = _prompts(prompts, vocab_size)
   tokens, mask = _pad(prompts, length_multiple)
   _check_length(model, max(len(row) for row in prompts), max_new_tokens)
   room = _round_up(tokens.shape[1] + max_new_tokens, length_multiple)
   steps = _steps(model, tokens, mask, room, sampling, key)
-  return _until_stopped(steps, stop_tokens, max_new_tokens)
+  return _until_stopped(steps, stop, max_new_tokens)
 
 
 def _until_stopped(
