@@ -21,9 +21,6 @@ from examples.lm import hlo_costs, sharding, training
 from examples.lm.settings import Settings
 from examples.workdir import InputError
 
-_CONFIG = config_flags.DEFINE_config_file("config", None, "See main.")
-_TOPOLOGY = flags.DEFINE_string("topology", "v5e:16x16", "Chips and layout.")
-
 # What libtpu wants to know where there is no TPU.
 _ENVIRONMENT = {
   "TPU_SKIP_MDS_QUERY": "1",
@@ -122,11 +119,11 @@ def main(arguments: list[str]) -> None:
   """Prints the report."""
   del arguments
   jax.config.update("jax_platforms", "cpu")
-  topology = _TOPOLOGY.value
+  topology = flags.FLAGS.topology
   if topology.split(":")[0] not in _CHIPS:
     sys.exit(f"error: --topology must be of {', '.join(_CHIPS)}: {topology}")
   try:
-    settings = Settings.from_config(_CONFIG.value)
+    settings = Settings.from_config(flags.FLAGS.config)
     lines = rows(settings, topology)
   except InputError as error:
     sys.exit(f"error: {error}")
@@ -137,5 +134,8 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
+  # Here, as flags are one table for all that is imported into a process.
+  config_flags.DEFINE_config_file("config", None, "See main.")
+  flags.DEFINE_string("topology", "v5e:16x16", "Chips and layout.")
   flags.mark_flags_as_required(["config"])
   app.run(main)

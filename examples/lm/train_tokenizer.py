@@ -10,12 +10,6 @@ from absl import app, flags
 
 from examples.lm import sources
 
-_DATA = flags.DEFINE_string("data", None, "A pattern of files of text.")
-_OUT = flags.DEFINE_string("out", None, "The file to write, .json.")
-_VOCAB_SIZE = flags.DEFINE_integer("vocab_size", 32_000, "Ids, marks included.")
-_TEXT_KEY = flags.DEFINE_string("text_key", "text", "Field of the text.")
-_DOCUMENTS = flags.DEFINE_integer("documents", 100_000, "Read at most so many.")
-
 
 def train(
   pattern: str,
@@ -59,11 +53,18 @@ def train(
 def main(arguments: list[str]) -> None:
   """Trains, and says what came out."""
   del arguments
-  out = pathlib.Path(_OUT.value)
-  train(_DATA.value, out, _VOCAB_SIZE.value, _TEXT_KEY.value, _DOCUMENTS.value)
+  given = flags.FLAGS
+  out = pathlib.Path(given.out)
+  train(given.data, out, given.vocab_size, given.text_key, given.documents)
   print(f"wrote {out}")
 
 
 if __name__ == "__main__":
+  # Here, as flags are one table for all that is imported into a process.
+  flags.DEFINE_string("data", None, "A pattern of files of text.")
+  flags.DEFINE_string("out", None, "The file to write, .json.")
+  flags.DEFINE_integer("vocab_size", 32_000, "Ids, marks included.")
+  flags.DEFINE_string("text_key", "text", "Field of the text.")
+  flags.DEFINE_integer("documents", 100_000, "Read at most so many.")
   flags.mark_flags_as_required(["data", "out"])
   app.run(main)

@@ -20,6 +20,8 @@ from examples.benchmarks import (
 )
 from memcache_jax.ops.linear_attention import _chunked
 
+pytestmark = pytest.mark.slow
+
 FEW = measure.Limits(calls=3, seconds=1.0, least=2)
 PLAIN = cases.Case(tokens=16)
 RIGHT = _chunked.linear_attention

@@ -30,6 +30,8 @@ from examples.lm.settings import (
 from examples.workdir import InputError
 from memcache_jax.testing import assert_close
 
+pytestmark = pytest.mark.slow
+
 ROOT = pathlib.Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "configs" / "lm").glob("[a-z]*_*.py"))
 # Configs with which something was trained; see configs/README.md.

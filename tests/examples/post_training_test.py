@@ -15,6 +15,8 @@ from examples.quickstart.settings import Settings
 from memcache_jax.memories import GatedDelta
 from tests.layers.cases import fast_to_compile
 
+pytestmark = pytest.mark.slow
+
 TINY = Settings(
   "tiny",
   steps=2,

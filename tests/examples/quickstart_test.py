@@ -24,6 +24,9 @@ from examples.quickstart.main import main
 from examples.quickstart.settings import Settings
 from examples.workdir import InputError
 
+# One process, as the tests share a run.
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("quickstart")]
+
 ROOT = pathlib.Path(__file__).parents[2]
 TINY = Settings(
   text_sha256="tiny",

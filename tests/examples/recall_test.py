@@ -5,12 +5,15 @@ import json
 import pathlib
 import typing
 
+import jax
 import pytest
 from absl import flags
 from absl.testing import flagsaver
 
 from examples.recall import main, model
 from examples.recall.settings import AggregateName, MemoryName, Settings
+
+pytestmark = pytest.mark.slow
 
 ROOT = pathlib.Path(__file__).parents[2]
 CONFIGS = sorted(
@@ -27,7 +30,8 @@ def test_the_command_runs(tmp_path, capsys):
   out = tmp_path / "results.json"
   config = ROOT / "configs" / "mqar" / "tiny.py"
   flags.FLAGS(["main", f"--config={config}", f"--out={out}"])
-  main.main(["main"])
+  with jax.numpy_dtype_promotion("standard"):  # optax needs it
+    main.main(["main"])
   assert "over 2 seeds" in capsys.readouterr().out
   results = json.loads(out.read_text())
   assert [run["seed"] for run in results["runs"]] == [0, 1]

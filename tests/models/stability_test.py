@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from flax import nnx
 
 from memcache_jax.memories import Titans, default_step_scale
@@ -15,6 +16,8 @@ from memcache_jax.models import (
   next_token_loss,
 )
 from memcache_jax.ops.mlp_memory import MLP
+
+pytestmark = pytest.mark.slow
 
 STEPS, ROWS, LENGTH = 300, 2, 64
 
