@@ -112,6 +112,10 @@ def bare(memory: Memory, params: PyTree | None = None) -> Layer:
       name: jax.random.normal(key, (DIM, width(name))) * DIM**-0.5
       for name, key in zip(names, keys, strict=True)
     }
+    if "step" in scalars:
+      # Gates of deep memories in the middle of their range: with a momentum
+      # near 1 they blow up the difference of two roundings.
+      params |= {name: jnp.zeros((DIM, HEADS)) for name in scalars}
     params["memory"] = memory.init_params(jax.random.key(1), shape)
 
   def project(params, x, name):
