@@ -11,6 +11,9 @@ from memcache_jax.caching import Cached, Constant, SparseSelective
 from memcache_jax.memories import DecayedLinear, HeadShape
 from memcache_jax.testing import assert_close, random_tokens, take
 
+# Kernels are simulated.
+pytestmark = pytest.mark.slow
+
 SHAPE, LENGTH, FIRST = HeadShape(2, 32, 32), 60, 37
 
 

@@ -14,6 +14,9 @@ from jax.experimental.pallas import tpu as pltpu
 from memcache_jax.ops import cached_linear_attention
 from memcache_jax.testing import assert_close
 
+# Kernels are simulated.
+pytestmark = pytest.mark.slow
+
 KERNELS = "memcache_jax.pallas_kernels.linear_attention"
 
 

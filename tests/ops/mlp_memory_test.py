@@ -15,6 +15,9 @@ from jax.extend.core import jaxprs_in_params
 from memcache_jax.ops import mlp_memory as op
 from memcache_jax.testing import assert_close
 
+# Many kinds, each compiled twice with its gradient.
+pytestmark = pytest.mark.slow
+
 B, T, N, K, SLOTS = 2, 9, 2, 4, 2
 MOMENTUM = ("step", "log_decay", "momentum")
 
