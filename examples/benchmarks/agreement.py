@@ -60,7 +60,7 @@ def _run_theirs(case: cases.Case, python: Path) -> dict:
   """x, y, weights q ... o and their gradients dq ... do."""
   import numpy as np
 
-  worker = cases.WORKERS[case.library]
+  worker = cases.WORKERS[case.package]
   with tempfile.TemporaryDirectory() as folder:
     path = str(Path(folder) / "dump.npz")
     command = [str(python), "-m", worker, *case.arguments(), "--dump", path]

@@ -1,4 +1,4 @@
-"""What is timed: one configuration of one library, and the lists of them."""
+"""What is timed: one configuration of one package, and the lists of them."""
 
 import argparse
 from dataclasses import asdict, dataclass, replace
@@ -28,7 +28,7 @@ class Case:
   """One layer at one length, timed in a process of its own.
 
   Attributes:
-    library: whose layer it is.
+    package: whose layer it is.
     layer: "bare": projections q, k, v, o and those of the gates around the
       memory, nothing else. "mixer": the library's full layer.
     memory: what is written: "linear", "gated_delta", "titans" or "dla".
@@ -40,7 +40,7 @@ class Case:
     tokens: length of the sequence.
   """
 
-  library: str = "memcache_jax"
+  package: str = "memcache_jax"
   layer: str = "bare"
   memory: Literal["linear", "gated_delta", "titans", "dla"] = "linear"
   inner_batch: int = 0
@@ -56,10 +56,10 @@ class Case:
 
 
 def parse(
-  parser: argparse.ArgumentParser, library: str, argv: list[str] | None = None
+  parser: argparse.ArgumentParser, package: str, argv: list[str] | None = None
 ) -> tuple[Case, argparse.Namespace]:
   """Adds the arguments of a case and of its process, and parses them."""
-  default = Case(library=library)
+  default = Case(package=package)
   for name, value in asdict(default).items():
     flag = f"--{name.replace('_', '-')}"
     parser.add_argument(flag, type=type(value), default=value)
@@ -95,10 +95,10 @@ def layer_cases(lengths: tuple[int, ...]) -> list[Case]:
     delta = replace(plain, memory="gated_delta")
     cases += [*bare, delta]
     cases += [replace(case, layer="mixer") for case in mixers]
-    cases += [replace(case, library="memory-caching") for case in rivals]
-    cases.append(_titans(tokens, 64, library="titans-pytorch"))
+    cases += [replace(case, package="memory-caching") for case in rivals]
+    cases.append(_titans(tokens, 64, package="titans-pytorch"))
     for case in (plain, delta):
-      cases.append(replace(case, library="jax-linear-attention"))
+      cases.append(replace(case, package="jax-linear-attention"))
   return cases
 
 
@@ -107,18 +107,18 @@ def deep_cases(tokens: int) -> list[Case]:
   cases = []
   for inner_batch in INNER_BATCHES:
     ours = _titans(tokens, inner_batch)
-    cases += [ours, replace(ours, library="titans-pytorch")]
+    cases += [ours, replace(ours, package="titans-pytorch")]
   for memory in ("titans", "dla"):
     grm = Case(memory=memory, aggregate="grm", segment=64, tokens=tokens)
     cases += [
       replace(grm, aggregate="none", segment=0),
       grm,
-      replace(grm, library="memory-caching"),
+      replace(grm, package="memory-caching"),
     ]
   return cases
 
 
-def _titans(tokens: int, inner_batch: int, library="memcache_jax") -> Case:
+def _titans(tokens: int, inner_batch: int, package="memcache_jax") -> Case:
   return Case(
-    library=library, memory="titans", inner_batch=inner_batch, tokens=tokens
+    package=package, memory="titans", inner_batch=inner_batch, tokens=tokens
   )

@@ -96,17 +96,17 @@ def write(
 
 
 def find_pythons(arguments: argparse.Namespace) -> dict[str, str | None]:
-  """The interpreter for each library; None for one that is not here."""
+  """The interpreter for each package; None for one that is not here."""
   pythons: dict[str, str | None] = {
     "memcache_jax": sys.executable,
     "memory-caching": str(arguments.rival_python),
     "titans-pytorch": str(arguments.rival_python),
     "jax-linear-attention": str(arguments.jax_rival_python),
   }
-  for library, python in pythons.items():
+  for package, python in pythons.items():
     if python is not None and not Path(python).exists():
-      print(f"{library} is left out: there is no {python}", file=sys.stderr)
-      pythons[library] = None
+      print(f"{package} is left out: there is no {python}", file=sys.stderr)
+      pythons[package] = None
   return pythons
 
 
@@ -119,7 +119,7 @@ def run_all(
   wanted: list[cases.Case], pythons: dict[str, str | None], jobs: int
 ) -> list[dict]:
   """Records of all cases that can be run here, in their order."""
-  wanted = [case for case in wanted if pythons[case.library] is not None]
+  wanted = [case for case in wanted if pythons[case.package] is not None]
   cores = queue.SimpleQueue()
   for core in range(jobs):
     cores.put(core)
@@ -127,7 +127,7 @@ def run_all(
   def run(case):
     core = cores.get()
     try:
-      worker = [pythons[case.library], "-m", cases.WORKERS[case.library]]
+      worker = [pythons[case.package], "-m", cases.WORKERS[case.package]]
       return _run([*worker, *case.arguments(), f"--core={core}"])
     finally:
       cores.put(core)

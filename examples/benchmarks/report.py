@@ -8,7 +8,7 @@ BARE = "bare"
 RIVAL = "memory-caching"
 JAX_RIVAL = "jax-linear-attention"
 ROWS = (
-  "library",
+  "package",
   "layer",
   "memory",
   "inner_batch",
@@ -61,7 +61,7 @@ class Times:
 
   def over_plain(self, record: dict | None) -> float | None:
     """Our time over that of our own layer without a cache."""
-    if record is None or record["library"] != "memcache_jax":
+    if record is None or record["package"] != "memcache_jax":
       return None
     plain = self.find(
       record,
@@ -74,12 +74,12 @@ class Times:
 
   def speedup(self, record: dict | None) -> float | None:
     """Time of memory-caching over ours, for the same function."""
-    if record is None or record["library"] != "memcache_jax":
+    if record is None or record["package"] != "memcache_jax":
       return None
     # Its write mode changes nothing of what it does per token, and is timed
     # once; it has no counterpart of the full layer.
     theirs = self.find(
-      record, record["mode"], library=RIVAL, write_mode="independent"
+      record, record["mode"], package=RIVAL, write_mode="independent"
     )
     return self.ratio(theirs, record)
 
@@ -89,7 +89,7 @@ def bars(records: list[dict]) -> list[Bar]:
   times = Times(records)
   tokens = max((r["tokens"] for r in times.records), default=0)
   ours = {
-    "library": "memcache_jax",
+    "package": "memcache_jax",
     "layer": BARE,
     "memory": "linear",
     "inner_batch": 0,
@@ -123,7 +123,7 @@ def bars(records: list[dict]) -> list[Bar]:
       f"Gated DeltaNet, forward + backward, {tokens} tokens: "
       f"time over {JAX_RIVAL}'s",
       times.ratio(
-        times.find(delta, mode), times.find(delta, mode, library=JAX_RIVAL)
+        times.find(delta, mode), times.find(delta, mode, package=JAX_RIVAL)
       ),
       1.5,
       False,
@@ -137,13 +137,13 @@ def deep_bars(records: list[dict]) -> list[Bar]:
   times = Times(records)
   found, ours = [], {}
   for record in times.records:
-    if record["library"] == "memcache_jax":
+    if record["package"] == "memcache_jax":
       key = (record["memory"], record["inner_batch"], record["aggregate"])
       ours[(*key, record["mode"])] = record
   mode = "forward_backward"
   for inner_batch in INNER_BATCHES:
     record = ours.get(("titans", inner_batch, "none", mode))
-    theirs = record and times.find(record, mode, library="titans-pytorch")
+    theirs = record and times.find(record, mode, package="titans-pytorch")
     what = f"titans-pytorch, inner batch {inner_batch}"
     found += [
       Bar(
@@ -235,8 +235,8 @@ def _case(record: dict) -> tuple:
 
 def _name(record: dict) -> str:
   words = []
-  if record["library"] != "memcache_jax":
-    words.append(f"{record['library']} {record['version']}:")
+  if record["package"] != "memcache_jax":
+    words.append(f"{record['package']} {record['version']}:")
   memory = record["memory"].replace("_", " ")
   if record["inner_batch"]:
     memory += f", inner batch {record['inner_batch']}"

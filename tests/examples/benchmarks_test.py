@@ -114,7 +114,7 @@ def test_a_run_ends_when_a_case_fails(monkeypatch):
 
 
 def times(
-  library="memcache_jax",
+  package="memcache_jax",
   memory="linear",
   segment=64,
   inner_batch=0,
@@ -122,7 +122,7 @@ def times(
   **cpu_ms,
 ):
   case = cases.Case(
-    library=library,
+    package=package,
     memory=memory,
     inner_batch=inner_batch,
     aggregate="grm" if segment else "none",
