@@ -87,26 +87,32 @@ class TritonConfig:
   """How the kernels for GPUs cut up a call.
 
   Attributes:
-    rows: tokens of a program that reads or writes for each of them.
-    step: tokens per iteration of its loops over others.
-    columns: of these results, of a width, and side of the tiles of states.
+    reads: tokens of a program that reads for them.
+    writes: tokens of one that takes the gradients of what they wrote.
+    columns: of these results.
+    state: side of the tiles of states that are summed up.
+    step: tokens per iteration of loops.
     warps: of a program.
-    stages: of its loops, whose loads are that many iterations early.
+    stages: iterations of a loop whose loads are on their way.
   """
 
-  rows: int
-  step: int
+  reads: int
+  writes: int
   columns: int
+  state: int
+  step: int
   warps: int
   stages: int
 
 
 def triton_config(call: Call) -> TritonConfig:
   """The pieces on a GPU, from the sizes alone."""
-  wide = max(call.k, call.v) > 128
+  # As many queries as registers hold: all read the same states, which would
+  # else come too slowly. Their operand must also fit into shared memory.
   if call.dtype == "float32":
-    return TritonConfig(64, 32, 64, 8, 1)
-  return TritonConfig(64 if wide else 128, 64, 64, 8, 2)
+    return TritonConfig(64, 64, 32, 64, 16, 4, 1)
+  rows = 256 if max(call.k, call.v) <= 128 else 128
+  return TritonConfig(rows, 128, 64, 128, 64, 8, 2)
 
 
 def triton_supports(call: Call) -> str | None:

@@ -82,7 +82,7 @@ def dot(a, b, contract, interpret):
 # Grids are (i, j, heads n, rows b), of which i and j are the kernel's own.
 
 
-def of_head(x: jax.Array) -> pl.BlockSpec:
+def of_head(x) -> pl.BlockSpec:
   """What a kernel takes of [b t n width] or of states [b s n k v]: one head."""
   widths = (pl.next_power_of_2(width) for width in x.shape[3:])
   shape = (None, x.shape[1], None, *widths)
@@ -90,13 +90,13 @@ def of_head(x: jax.Array) -> pl.BlockSpec:
   return pl.BlockSpec(shape, lambda i, j, n, b: (b, 0, n, *zeros))
 
 
-def numbers_of_head(x: jax.Array) -> pl.BlockSpec:
+def numbers_of_head(x) -> pl.BlockSpec:
   """The same of [b n kinds t]."""
   shape = (None, None, *x.shape[2:])
   return pl.BlockSpec(shape, lambda i, j, n, b: (b, n, 0, 0))
 
 
-def parts_of_head(of, x: jax.Array) -> pl.BlockSpec:
+def parts_of_head(of, x) -> pl.BlockSpec:
   """The same of [p ...], where program i has a part of its own."""
   spec = of(jax.ShapeDtypeStruct(x.shape[1:], x.dtype))
   return pl.BlockSpec(

@@ -10,6 +10,7 @@ Arrays are taken as the op has them, tokens before heads: nothing is copied.
 
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -119,7 +120,7 @@ def fwd(
       _read_kernel, widths=(operands.q.shape[3], width), plan=plan
     ),
     name="memcache_cached_linear_attention_read",
-    grid=(pl.cdiv(width, columns), pl.cdiv(t, config.rows), n, b),
+    grid=(pl.cdiv(width, columns), pl.cdiv(t, config.reads), n, b),
     in_specs=[specs_of(arrays)],
     out_specs=of_head(operands.v),
     out_shape=like(operands.q, b, t, n, width, dtype=operands.v.dtype),
@@ -134,11 +135,11 @@ def plan_of(operands, length, linked, config, interpret) -> Plan:
   return Plan(operands.q.shape[1], length, linked, decays, config, interpret)
 
 
-def present(**arrays) -> dict[str, jax.Array]:
+def present(**arrays) -> dict[str, Any]:
   return {name: x for name, x in arrays.items() if x is not None}
 
 
-def specs_of(arrays: dict[str, jax.Array]) -> dict[str, pl.BlockSpec]:
+def specs_of(arrays: dict[str, Any]) -> dict[str, pl.BlockSpec]:
   return {
     name: numbers_of_head(x) if name == "scalars" else of_head(x)
     for name, x in arrays.items()
@@ -160,7 +161,7 @@ def outer(name, arrays, slots, plan: Plan, *, span, gate) -> jax.Array:
   left, right = arrays["left"], arrays["right"]
   b, _, n, k = left.shape
   v = right.shape[3]
-  tiles = pl.cdiv(k, plan.config.columns) * pl.cdiv(v, plan.config.columns)
+  tiles = pl.cdiv(k, plan.config.state) * pl.cdiv(v, plan.config.state)
   shape = like(left, b, slots, n, k, v)
   return pl.pallas_call(
     functools.partial(
@@ -177,7 +178,7 @@ def outer(name, arrays, slots, plan: Plan, *, span, gate) -> jax.Array:
 
 
 def _outer_kernel(x, sums, *, widths, span, gate, plan: Plan):
-  side, size = plan.config.columns, plan.config.step
+  side, size = plan.config.state, plan.config.step
   tile, slot = pl.program_id(0), pl.program_id(1)
   across = pl.cdiv(widths[1], side)
   rows = part(tile // across, min(side, sums.shape[1]), widths[0])
@@ -264,7 +265,7 @@ def _read_kernel(x, y, *, widths, plan: Plan):
 def tokens_of_program(plan: Plan) -> Span:
   """Its rows; the last ones, which read most states, come first."""
   last = pl.num_programs(1) - 1
-  return part(last - pl.program_id(1), plan.config.rows, plan.tokens)
+  return part(last - pl.program_id(1), plan.config.reads, plan.tokens)
 
 
 def read_online(left, right, values, scalars, rows, inner, columns, plan):
@@ -310,7 +311,7 @@ def for_each_state(visit, total, x, rows: Span, plan: Plan):
   is none; and which tokens go on from it, None if no token does.
   """
   segment = jax.lax.div(rows.places(), plan.length)
-  carry = load(x["scalars"], CARRY, rows) if plan.linked else None
+  carry: Any = load(x["scalars"], CARRY, rows) if plan.linked else None
   carried = x["memories"].shape[0] if "memories" in x else 0
 
   def memory(i, total):

@@ -219,7 +219,7 @@ def _of_reads(operands: TokenOperands, ends, d_y, plan: Plan):
       _reads_kernel, widths=(operands.v.shape[3], k), plan=plan
     ),
     name="memcache_cached_linear_attention_read_vjp",
-    grid=(parts, pl.cdiv(t, plan.config.rows), n, b),
+    grid=(parts, pl.cdiv(t, plan.config.reads), n, b),
     in_specs=[specs_of(arrays)],
     out_specs=specs,
     out_shape=shapes,
@@ -245,8 +245,8 @@ def _reads_kernel(x, d, *, widths, plan: Plan):
   total = read_online(
     *(left, x["v"], x["k"], x["scalars"]), *(rows, inner, columns), plan
   )
-  queries = load(x["q"], rows, columns).astype(jnp.float32)
-  store(d["scalars"], jnp.sum(queries * total, 1), 0, rows)
+  queries = load(x["q"], rows, columns)
+  store(d["scalars"], _sums(queries, total), 0, rows)
   total *= load(x["scalars"], OWN, rows)[:, None]
   d_carry = jnp.zeros((rows.size,), jnp.float32)
 
@@ -254,7 +254,7 @@ def _reads_kernel(x, d, *, widths, plan: Plan):
     total, d_carry = totals
     state = load(ref, slot, columns, inner).astype(left.dtype)
     product = dot(left, state, (1, 1), plan.interpret)
-    d_gate = jnp.sum(queries * product, 1)
+    d_gate = _sums(queries, product)
     if column is not None:
       store(d["weights"], d_gate, rows, column)
     if goes_on is not None:
@@ -265,6 +265,11 @@ def _reads_kernel(x, d, *, widths, plan: Plan):
   store(d["q"], total, rows, columns)
   if plan.linked:
     store(d["scalars"], d_carry, 1, rows)
+
+
+def _sums(a, b):
+  """Of the products of each row."""
+  return jnp.sum(a.astype(jnp.float32) * b, 1)
 
 
 def _of_writes(name, operands: TokenOperands, d_y, d_ends, plan: Plan):
@@ -291,7 +296,7 @@ def _of_writes(name, operands: TokenOperands, d_y, d_ends, plan: Plan):
       plan=plan,
     ),
     name=f"memcache_cached_linear_attention_write_{name}_vjp",
-    grid=(parts, pl.cdiv(t, plan.config.rows), n, b),
+    grid=(parts, pl.cdiv(t, plan.config.writes), n, b),
     in_specs=[specs_of(arrays)],
     out_specs=specs,
     out_shape=shapes,
@@ -315,7 +320,7 @@ def _writes_kernel(x, d, *, roles, widths, plan: Plan):
   columns = part(
     pl.program_id(0), min(plan.config.columns, d["own"].shape[1]), widths[1]
   )
-  rows = part(pl.program_id(1), plan.config.rows, plan.tokens)
+  rows = part(pl.program_id(1), plan.config.writes, plan.tokens)
   left = load(x[left], rows, inner)
   scalars, size = x["scalars"], plan.config.step
   final = jnp.minimum(rows.start + rows.size, plan.tokens) - 1
@@ -340,8 +345,8 @@ def _writes_kernel(x, d, *, roles, widths, plan: Plan):
   )
   mine = end = None
   if "scalars" in d:
-    mine = load(x[own], rows, columns).astype(jnp.float32)
-    store(d["scalars"], jnp.sum(mine * total, 1), 0, rows)
+    mine = load(x[own], rows, columns)
+    store(d["scalars"], _sums(mine, total), 0, rows)
   if plan.decays:
     total *= load(scalars, WRITE, rows)[:, None]
     end = load(scalars, END, rows)
@@ -359,7 +364,7 @@ def _writes_kernel(x, d, *, roles, widths, plan: Plan):
     *(state, jnp.zeros_like(total)),
   )
   if "scalars" in d:
-    store(d["scalars"], jnp.sum(mine * written, 1), 1, rows)
+    store(d["scalars"], _sums(mine, written), 1, rows)
   if end is not None:
     written *= end[:, None]
   store(d["own"], total + written, rows, columns)
