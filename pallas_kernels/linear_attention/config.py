@@ -110,7 +110,7 @@ def triton_config(call: Call) -> TritonConfig:
   # As many queries as registers hold: all read the same states, which would
   # else come too slowly. Their operand must also fit into shared memory.
   if call.dtype == "float32":
-    return TritonConfig(64, 64, 32, 64, 16, 4, 1)
+    return TritonConfig(64, 64, 32, 64, 32, 4, 1)
   rows = 256 if max(call.k, call.v) <= 128 else 128
   return TritonConfig(rows, 128, 64, 128, 64, 8, 2)
 
