@@ -40,8 +40,11 @@ from .tiles import (
   whole,
 )
 
-# A side of the tiles of states that `chain` goes along.
+# A side of the tiles of states that chains of segments go along, and for how
+# many segments these are fetched together: waiting for each would take longest.
 CHAIN = 32
+TOGETHER = 4
+CHAIN_PARAMS = plgpu.CompilerParams(num_warps=4, num_stages=1)
 
 
 @dataclass(frozen=True)
@@ -220,7 +223,7 @@ def _chain(ends, operands: TokenOperands, plan: Plan):
     out_specs=of_head(ends),
     out_shape=like(ends, *ends.shape),
     input_output_aliases={0: 0},
-    compiler_params=plan.params,
+    compiler_params=CHAIN_PARAMS,
     interpret=plan.interpret,
   )(arrays)
 
@@ -229,9 +232,13 @@ def _chain_kernel(x, ends, *, plan: Plan, widths):
   columns = part(pl.program_id(0), CHAIN, widths[1])
   rows = part(pl.program_id(1), CHAIN, widths[0])
 
-  def body(i, state):
+  def fetch(i):
     keep = load(x["scalars"], KEEP, i * plan.length)
-    state = load(x["ends"], i, rows, columns) + keep * state
+    return keep, load(x["ends"], i, rows, columns)
+
+  def body(i, fetched, state):
+    keep, written = fetched
+    state = written + keep * state
     store(ends, state, i, rows, columns)
     return state
 
@@ -239,7 +246,23 @@ def _chain_kernel(x, ends, *, plan: Plan, widths):
     state = load(x["state"], 0, rows, columns)
   else:
     state = jnp.zeros((CHAIN, CHAIN), jnp.float32)
-  jax.lax.fori_loop(0, plan.linked, body, state)
+  along(plan.linked, fetch, body, state)
+
+
+def along(count, fetch, body, carry):
+  """A loop of `body(i, fetch(i), carry)` that fetches for some at a time."""
+
+  def group(j, carry):
+    places = [j * TOGETHER + i for i in range(TOGETHER)]
+    for i, fetched in zip(places, [fetch(i) for i in places], strict=True):
+      carry = body(i, fetched, carry)
+    return carry
+
+  groups = count // TOGETHER
+  carry = jax.lax.fori_loop(0, groups, group, carry)
+  return jax.lax.fori_loop(
+    groups * TOGETHER, count, lambda i, x: body(i, fetch(i), x), carry
+  )
 
 
 def _read_kernel(x, y, *, widths, plan: Plan):

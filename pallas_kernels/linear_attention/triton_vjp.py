@@ -36,7 +36,9 @@ from .tiles import (
 )
 from .triton import (
   CHAIN,
+  CHAIN_PARAMS,
   Plan,
+  along,
   causal,
   for_each_state,
   left_of,
@@ -167,7 +169,7 @@ def _chain(operands: TokenOperands, ends, d_ends, d_state, plan: Plan):
     out_specs=specs,
     out_shape=outputs,
     input_output_aliases=aliases,
-    compiler_params=plan.params,
+    compiler_params=CHAIN_PARAMS,
     interpret=plan.interpret,
   )(arrays)
   return d["d_ends"], d.get("d_state"), jnp.sum(d["keeps"], (0, 1))
@@ -177,23 +179,34 @@ def _chain_kernel(x, d, *, plan: Plan, widths):
   columns = part(pl.program_id(0), CHAIN, widths[1])
   rows = part(pl.program_id(1), CHAIN, widths[0])
 
-  def link(i, passed_on, before):
-    """Of segment i, with what the next one passed on to it."""
-    total = load(x["d_ends"], i, rows, columns) + passed_on
+  def of(i):
+    """What is known of a segment: its gradient, what it keeps."""
+    keep = load(x["scalars"], KEEP, i * plan.length)
+    return load(x["d_ends"], i, rows, columns), keep
+
+  def link(i, own, before, passed_on):
+    """What a segment passes on of what the next one passed on to it."""
+    total = own[0] + passed_on
     store(d["d_ends"], total, i, rows, columns)
     store(d["keeps"], jnp.sum(total * before), i)
-    return load(x["scalars"], KEEP, i * plan.length) * total
+    return own[1] * total
 
-  def body(step, passed_on):
+  def fetch(step):
     i = plan.linked - 1 - step
-    return link(i, passed_on, load(x["ends"], i - 1, rows, columns))
+    return of(i), load(x["ends"], i - 1, rows, columns)
+
+  def body(step, fetched, passed_on):
+    own, before = fetched
+    return link(plan.linked - 1 - step, own, before, passed_on)
 
   nothing = jnp.zeros((CHAIN, CHAIN), jnp.float32)
-  passed_on = jax.lax.fori_loop(0, plan.linked - 1, body, nothing)
+  passed_on = along(plan.linked - 1, fetch, body, nothing)
+  before = nothing
+  if "state" in x:
+    before = load(x["state"], 0, rows, columns)
+  passed_on = link(0, of(0), before, passed_on)
   if "state" not in x:
-    link(0, passed_on, nothing)
     return
-  passed_on = link(0, passed_on, load(x["state"], 0, rows, columns))
   passed_on += load(x["d_state"], 0, rows, columns)
   store(d["d_state"], passed_on, 0, rows, columns)
 
