@@ -44,16 +44,17 @@ def _band(
   reach over a document start: `ages` counts the document's earlier tokens.
   """
   c, window = step.shape[-2:]
-  eye = jnp.eye(c, dtype=jnp.float32)
-  eye = eye.reshape((1,) * (step.ndim - 2) + eye.shape)
-  rows = jnp.zeros((), jnp.float32)
-  for offset in range(window):
-    weight = step[..., offset]
-    if ages is not None:
-      weight = jnp.where(ages >= offset, weight, 0.0)
-    pad = [(0, 0)] * (step.ndim - 1) + [(window - 1 - offset, offset)]
-    rows = rows + jnp.pad(eye * weight[..., None], pad)
-  return rows
+  if ages is not None:
+    offsets = jnp.arange(window, dtype=jnp.float32)
+    offsets = offsets.reshape((1,) * ages.ndim + offsets.shape)
+    step = jnp.where(ages[..., None] >= offsets, step, 0.0)
+  # Rows one longer than they should be, end to end: cut at the right length,
+  # each begins one column further. Masks would have sums as their gradient.
+  e = c + window - 1
+  rows = jnp.flip(step, axis=-1)
+  rows = jnp.pad(rows, [(0, 0)] * (step.ndim - 1) + [(0, e + 1 - window)])
+  flat = rows.reshape(*step.shape[:-2], c * (e + 1))[..., : c * e]
+  return flat.reshape(*step.shape[:-2], c, e)
 
 
 def recur(
