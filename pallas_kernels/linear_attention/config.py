@@ -82,13 +82,60 @@ def config(call: Call) -> Config:
   return replace(resident, streamed=True)
 
 
-def supports(call: Call) -> str | None:
-  """Why the TPU kernels cannot take a call; None if they can."""
+@dataclass(frozen=True)
+class TritonConfig:
+  """How the kernels for GPUs cut up a call.
+
+  Attributes:
+    reads: tokens of a program that reads for them.
+    writes: tokens of one that takes the gradients of what they wrote.
+    columns: of these results.
+    state: side of the tiles of states that are summed up.
+    step: tokens per iteration of loops.
+    warps: of a program.
+    stages: iterations of a loop whose loads are on their way.
+  """
+
+  reads: int
+  writes: int
+  columns: int
+  state: int
+  step: int
+  warps: int
+  stages: int
+
+
+def triton_config(call: Call) -> TritonConfig:
+  """The pieces on a GPU, from the sizes alone."""
+  # As many queries as registers hold: all read the same states, which would
+  # else come too slowly. Their operand must also fit into shared memory.
+  if call.dtype == "float32":
+    return TritonConfig(64, 64, 32, 64, 32, 4, 1)
+  rows = 256 if max(call.k, call.v) <= 128 else 128
+  return TritonConfig(rows, 128, 64, 128, 64, 8, 2)
+
+
+def triton_supports(call: Call) -> str | None:
+  """Why the GPU kernels cannot take a call; None if they can."""
+  if call.segment_length < 16:
+    return f"its segments have at least 16 tokens: got {call.segment_length}"
+  return _unsupported_operands(call)
+
+
+def _unsupported_operands(call: Call) -> str | None:
   if call.dtype not in ("float32", "bfloat16"):
     return f"its operands are float32 or bfloat16: got {call.dtype}"
   for name, width in (("key", call.k), ("value", call.v)):
     if width % 32 or not 32 <= width <= 256:
       return f"its {name} width is a multiple of 32 up to 256: got {width}"
+  return None
+
+
+def supports(call: Call) -> str | None:
+  """Why the TPU kernels cannot take a call; None if they can."""
+  reason = _unsupported_operands(call)
+  if reason is not None:
+    return reason
   length = call.segment_length
   if length % 16 or not 16 <= length <= 512:
     return f"its segment length is a multiple of 16 up to 512: got {length}"

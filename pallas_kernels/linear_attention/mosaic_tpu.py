@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from .config import Config
-from .operands import END, KEEP, LOGS, OWN, RESETS, WRITE, Operands
+from .operands import END, KEEP, LOGS, OWN, RESETS, WRITE, Operands, like
 from .streaming import SEMAPHORES, for_each_streamed
 
 _LANES = 128
@@ -120,11 +120,6 @@ def compiler_params(config: Config) -> pltpu.CompilerParams:
     dimension_semantics=("parallel", "parallel", "arbitrary"),
     vmem_limit_bytes=config.vmem_limit_bytes,
   )
-
-
-def like(x, *shape, dtype=jnp.float32):
-  """An output that varies over a mesh as `x` does."""
-  return jax.typeof(x).update(shape=shape, dtype=dtype, weak_type=False)
 
 
 def fwd(

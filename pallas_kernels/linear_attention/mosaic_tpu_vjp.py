@@ -23,12 +23,11 @@ from .mosaic_tpu import (
   dot,
   for_each_before,
   for_each_in_block,
-  like,
   operand_specs,
   stored_states,
   transposed,
 )
-from .operands import END, KEEP, LOGS, OWN, RESETS, WRITE, Operands
+from .operands import END, KEEP, LOGS, OWN, RESETS, WRITE, Operands, like
 from .streaming import SEMAPHORES, for_each_streamed
 
 _LANES = 128

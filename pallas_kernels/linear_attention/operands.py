@@ -1,15 +1,16 @@
-"""What the kernels take: prepared arrays, heads before tokens."""
+"""What the kernels take: prepared arrays."""
 
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 
-# Rows of `Operands.scalars`; the first alone where nothing decays.
-OWN, LOGS, RESETS, WRITE, END, KEEP = range(6)
+# Rows of `scalars`; the first alone where nothing decays. CARRY on GPUs only.
+OWN, LOGS, RESETS, WRITE, END, KEEP, CARRY = range(7)
 
 
 class Operands(NamedTuple):
-  """Inputs of one call with g segments of c tokens, t = g c.
+  """On TPUs: one call with g segments of c tokens, t = g c.
 
   Attributes:
     q: queries [b n t k].
@@ -34,3 +35,32 @@ class Operands(NamedTuple):
   weights: jax.Array
   scalars: jax.Array
   memories: jax.Array | None = None
+
+
+class TokenOperands(NamedTuple):
+  """On GPUs: one call of t tokens, where the last segment may be short.
+
+  Attributes:
+    q: queries [b t n k].
+    k: keys [b t n k]; zero where there is no token.
+    v: values [b t n v]; zero where there is no token.
+    weights: gates [b t n slots] of the memories carried into the call, then of
+      the end states of its segments. Not looked at where a token must not read.
+    scalars: as of `Operands`, [b n 1|7 t]. CARRY: gate of the state that the
+      token's segment goes on from, 0 where it starts from nothing.
+    memories: [b s n k v] float32, carried into the call.
+    state: [b 1 n k v] float32, which the first segment goes on from.
+  """
+
+  q: jax.Array
+  k: jax.Array
+  v: jax.Array
+  weights: jax.Array
+  scalars: jax.Array
+  memories: jax.Array | None = None
+  state: jax.Array | None = None
+
+
+def like(x, *shape, dtype=jnp.float32):
+  """An output that varies over a mesh as `x` does."""
+  return jax.typeof(x).update(shape=shape, dtype=dtype, weak_type=False)

@@ -1,4 +1,4 @@
-"""What a TPU's compiler wants to know on a machine without a TPU."""
+"""What compilers for TPUs and GPUs want to know on a machine without one."""
 
 import os
 
@@ -7,3 +7,5 @@ os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")
 os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
 # Else a lock lets one process at a time load the compiler.
 os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+# Else the plugin looks for the libraries that run what it compiles.
+os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")

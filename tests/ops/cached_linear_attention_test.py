@@ -1,4 +1,4 @@
-"""Fused segments: the XLA form and the TPU kernels against the definition."""
+"""Fused segments: the XLA form and the kernels against the definition."""
 
 import dataclasses
 import functools
@@ -55,6 +55,13 @@ CASES = {
     write_mode="checkpoint",
   ),
   "blocks": Case(700, 128, decays=True, write_mode="checkpoint"),
+}
+# Of no multiple of a block, and of several segments in one.
+GPU_CASES = {
+  "one_token": CASES["one_token"],
+  "plain": CASES["plain"],
+  "carried": CASES["carried"],
+  "odd": Case(150, 20, key=96, decays=True, state=True),
 }
 
 
@@ -139,18 +146,39 @@ def test_states_in_main_memory(monkeypatch):
   assert_close(_interpreted(CASES["carried"]), _expected(CASES["carried"]))
 
 
-def _dot(dot, a, b, **options):
-  return dot(a.astype(jnp.float32), b.astype(jnp.float32), **options)
+@pytest.fixture
+def simulated_gpu(monkeypatch):
+  """Where the kernels for GPUs run without one; loads find nan by default."""
+  for name, function in (("triton", "fwd"), ("triton_vjp", "bwd")):
+    module = importlib.import_module(f"{KERNELS}.{name}")
+    run = functools.partial(getattr(module, function), interpret=True)
+    monkeypatch.setattr(module, function, run)
 
 
-def test_bfloat16(monkeypatch):
+@pytest.mark.usefixtures("simulated_gpu")
+@pytest.mark.parametrize("name", GPU_CASES)
+def test_the_gpu_kernels_equal_the_definition(name):
+  case = GPU_CASES[name]
+  assert_close(_run(case, "triton"), _expected(case))
+
+
+def _dot(dot, a, b, *args, **options):
+  return dot(a.astype(jnp.float32), b.astype(jnp.float32), *args, **options)
+
+
+@pytest.mark.usefixtures("simulated_gpu")
+@pytest.mark.parametrize("implementation", ["mosaic_tpu", "triton"])
+def test_bfloat16(monkeypatch, implementation):
   # XLA has no product of bfloat16 for a CPU: here it is one of float32, which
   # is exact for what bfloat16 can hold.
-  for name in ("mosaic_tpu", "mosaic_tpu_vjp"):
+  for name in (implementation, f"{implementation}_vjp"):
     kernel = importlib.import_module(f"{KERNELS}.{name}")
     monkeypatch.setattr(kernel, "dot", functools.partial(_dot, kernel.dot))
   case = CASES["decay"]._replace(dtype=jnp.bfloat16)
-  grads, outputs = _interpreted(case)
+  if implementation == "mosaic_tpu":
+    grads, outputs = _interpreted(case)
+  else:
+    grads, outputs = _run(case, implementation)
   assert outputs[0].dtype == grads["q"].dtype == jnp.bfloat16
   assert outputs[1].dtype == jnp.float32
   exact_grads, exact = _expected(case)
@@ -173,33 +201,48 @@ def _lowered(case: Case, implementation, platform):
 
 @pytest.mark.parametrize(
   ("implementation", "platform", "kernels"),
-  [(None, "tpu", 1), ("xla", "tpu", 0), (None, "cpu", 0)],
+  [
+    (None, "tpu", ("fwd", "bwd")),
+    (None, "cuda", ("write", "read", "read_vjp", "write_k_vjp")),
+    ("xla", "tpu", ()),
+    ("xla", "cuda", ()),
+    (None, "cpu", ()),
+  ],
 )
 def test_the_platform_decides_when_nobody_does(
   implementation, platform, kernels
 ):
   text = _lowered(CASES["plain"], implementation, platform)
-  for name in ("fwd", "bwd"):
-    kernel = f'kernel_name = "memcache_cached_linear_attention_{name}"'
-    assert text.count(kernel) == kernels
-
-
-def test_none_takes_the_xla_form_where_the_kernel_cannot():
-  text = _lowered(Case(64, 20), None, "tpu")
-  assert "memcache_cached_linear_attention" not in text
+  for name in kernels:
+    kernel = f'name = "memcache_cached_linear_attention_{name}"'
+    assert text.count(kernel) == 1
+  assert kernels or "memcache_cached_linear_attention" not in text
 
 
 @pytest.mark.parametrize(
-  ("case", "reason"),
+  ("case", "platform"), [(Case(64, 20), "tpu"), (Case(64, 8), "cuda")]
+)
+def test_none_takes_the_xla_form_where_the_kernel_cannot(case, platform):
+  text = _lowered(case, None, platform)
+  assert "memcache_cached_linear_attention" not in text
+
+
+TPU, GPU = "mosaic_tpu", "triton"
+
+
+@pytest.mark.parametrize(
+  ("implementation", "case", "reason"),
   [
-    (Case(40, 20), "multiple of 16 up to 512: got 20"),
-    (Case(32, 16, key=40), "key width is a multiple of 32 up to 256: got 40"),
-    (Case(32, 16, value=512), "value width .* got 512"),
-    (Case(32, 16, dtype=jnp.float16), "got float16"),
-    (Case(2**20, 16), "gates of its 65536 states must fit into fast memory"),
+    (TPU, Case(40, 20), "multiple of 16 up to 512: got 20"),
+    (TPU, Case(32, 16, key=40), "key width is a multiple of 32 .* got 40"),
+    (TPU, Case(32, 16, value=512), "value width .* up to 256: got 512"),
+    (TPU, Case(32, 16, dtype=jnp.float16), "got float16"),
+    (TPU, Case(2**20, 16), "gates of its 65536 states must fit into fast"),
+    (GPU, Case(32, 8), "at least 16 tokens: got 8"),
+    (GPU, Case(32, 16, key=40), "key width is a multiple of 32 .* got 40"),
   ],
 )
-def test_the_kernel_says_what_it_cannot(case, reason):
+def test_the_kernel_says_what_it_cannot(implementation, case, reason):
   b, t, n, k, v = case.rows, case.tokens, case.heads, case.key, case.value
   array = lambda *shape: jax.ShapeDtypeStruct(shape, case.dtype)
   arrays = {
@@ -212,7 +255,7 @@ def test_the_kernel_says_what_it_cannot(case, reason):
   run = functools.partial(
     cached_linear_attention,
     segment_length=case.length,
-    implementation="mosaic_tpu",
+    implementation=implementation,
   )
   with pytest.raises(NotImplementedError, match=reason):
     jax.eval_shape(lambda arrays: run(**arrays), arrays)

@@ -69,8 +69,8 @@ def cached_linear_attention(
     write_mode: "independent": every segment starts from nothing. "checkpoint":
       from the end of the one before.
     chunk_size: tokens computed in parallel; changes speed only.
-    implementation: "reference" (token by token), "xla", "mosaic_tpu" or None
-      for the fastest on the platform the program is compiled for.
+    implementation: "reference" (token by token), "xla", "mosaic_tpu", "triton"
+      or None for the fastest on the platform the program is compiled for.
 
   Returns:
     y, in the dtype of v, and the end states of all segments, in float32.
@@ -102,15 +102,16 @@ def cached_linear_attention(
     b, _, n, key_dim = q.shape
     ends = (b, cut.segments, n, key_dim, v.shape[-1])
     return v, jnp.zeros(ends, jnp.float32)
-  why_not = None
-  if implementation in (None, "mosaic_tpu"):
+  why_not = {}
+  if implementation not in ("reference", "xla"):
     why_not = _kernels.why_not(**_kernels.sizes(inputs, cut))
-  choice = _dispatch.resolve(_NAME, implementation, {"mosaic_tpu": why_not})
+  choice = _dispatch.resolve(_NAME, implementation, why_not)
   if choice == "reference":
     return _reference.cached_linear_attention(inputs, fresh, cut)
   if choice == "xla":
     return _chunked.cached_linear_attention(inputs, fresh, cut, chunk_size)
-  return _by_kernel(_Options(cut, chunk_size, choice), inputs, fresh)
+  kernels = tuple(name for name, reason in why_not.items() if reason is None)
+  return _by_kernel(_Options(cut, chunk_size, choice, kernels), inputs, fresh)
 
 
 def _check(inputs, fresh, cut):
@@ -141,6 +142,13 @@ class _Options:
   cut: Cut
   chunk_size: int
   choice: _dispatch.Choice
+  kernels: tuple[str, ...]
+
+  def rules(self, **rules):
+    """Those of the kernels that can take the call."""
+    return {
+      name: functools.partial(rules[name], self.cut) for name in self.kernels
+    }
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -169,7 +177,7 @@ def _forward(options, inputs, fresh):
       lambda inputs, fresh: _chunked.cached_linear_attention(
         inputs, fresh, options.cut, options.chunk_size
       ),
-      {"mosaic_tpu": functools.partial(_kernels.mosaic_tpu, options.cut)},
+      options.rules(mosaic_tpu=_kernels.mosaic_tpu, triton=_kernels.triton),
       *(inputs, fresh),
     )
 
@@ -196,7 +204,9 @@ def _backward(options, residuals, gradients):
     return _dispatch.run(
       options.choice,
       xla,
-      {"mosaic_tpu": functools.partial(_kernels.mosaic_tpu_vjp, options.cut)},
+      options.rules(
+        mosaic_tpu=_kernels.mosaic_tpu_vjp, triton=_kernels.triton_vjp
+      ),
       *(inputs, fresh, ends, gradients),
     )
 

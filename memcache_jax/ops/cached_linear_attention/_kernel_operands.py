@@ -20,10 +20,25 @@ from memcache_jax.ops.cached_linear_attention._inputs import (
 )
 
 
+def token_operands(
+  inputs: Inputs, fresh: Bool[Array, "b g"] | None, cut: Cut
+) -> tuple[Float[Array, "b ..."] | None, ...]:
+  """The fields of the GPU kernels' `TokenOperands`, in order."""
+  scalars = _numbers(inputs.own_weight, 0)[:, :, None]
+  if is_chained(inputs, cut) or has_decay(inputs):
+    pad = cut.segments * cut.length - cut.tokens
+    own = _numbers(inputs.own_weight, pad)
+    scalars, carry = _decayed(inputs, fresh, cut, own)
+    scalars = jnp.concatenate([scalars, carry[:, :, None]], axis=2)
+    scalars = scalars[..., : cut.tokens]
+  state = None if inputs.state is None else inputs.state[:, None]
+  return (*inputs[:4], scalars, inputs.memories, state)
+
+
 def kernel_operands(
   inputs: Inputs, fresh: Bool[Array, "b g"] | None, cut: Cut, segments: int
 ) -> tuple[Float[Array, "b ..."] | None, ...]:
-  """The fields of the kernels' `Operands`, in order.
+  """The fields of the TPU kernels' `Operands`, in order.
 
   Args:
     inputs: of the call.

@@ -8,6 +8,7 @@ from memcache_jax.ops.cached_linear_attention._inputs import Cut, Inputs
 from memcache_jax.ops.cached_linear_attention._kernel_operands import (
   is_chained,
   kernel_operands,
+  token_operands,
 )
 
 
@@ -34,7 +35,7 @@ def has_kernel(
   """
   if implementation is not None:
     return implementation in ("mosaic_tpu", "triton")
-  reason = why_not(
+  reasons = why_not(
     k=key_dim,
     v=value_dim,
     dtype=dtype,
@@ -42,15 +43,20 @@ def has_kernel(
     segments=segments,
     carried=carried,
   )
-  return reason is None
+  return None in reasons.values()
 
 
-def why_not(**sizes) -> str | None:
-  """Why the kernels cannot take a call of such sizes; None if they can."""
+def why_not(**sizes) -> dict[str, str | None]:
+  """Why kernels cannot take a call of such sizes; None for those that can."""
   if not _dispatch.kernels_installed():
-    return "memcache_jax.pallas_kernels is not installed"
+    reason = "memcache_jax.pallas_kernels is not installed"
+    return dict.fromkeys(("mosaic_tpu", "triton"), reason)
   config = _kernel_config()
-  return config.supports(config.Call(**sizes))
+  call = config.Call(**sizes)
+  return {
+    "mosaic_tpu": config.supports(call),
+    "triton": config.triton_supports(call),
+  }
 
 
 def _kernel_config():
@@ -106,5 +112,33 @@ def mosaic_tpu_vjp(cut, inputs, fresh, ends, gradients):
     segment_length=cut.length,
     chained=is_chained(inputs, cut),
     config=config,
+  )
+  return transpose(tuple(d_operands))[0]
+
+
+def _triton_options(inputs: Inputs, cut: Cut) -> dict:
+  module = _kernel_config()
+  linked = cut.segments if cut.write_mode == "checkpoint" else 1
+  return {
+    "segment_length": cut.length,
+    "linked": linked if is_chained(inputs, cut) else 0,
+    "config": module.triton_config(module.Call(**sizes(inputs, cut))),
+  }
+
+
+def triton(cut, inputs, fresh):
+  module = _dispatch.kernel_module("linear_attention.triton")
+  operands = module.TokenOperands(*token_operands(inputs, fresh, cut))
+  return module.fwd(operands, **_triton_options(inputs, cut))
+
+
+def triton_vjp(cut, inputs, fresh, ends, gradients):
+  module = _dispatch.kernel_module("linear_attention.triton_vjp")
+  prepare = lambda inputs: token_operands(inputs, fresh, cut)
+  operands, transpose = jax.vjp(prepare, inputs)
+  d_operands = module.bwd(
+    module.TokenOperands(*operands),
+    *(ends, *gradients),
+    **_triton_options(inputs, cut),
   )
   return transpose(tuple(d_operands))[0]

@@ -1,0 +1,105 @@
+"""Tiles of arrays on a GPU, where every side is a power of two.
+
+What is wider than an array is masked: loads find 0 there, stores leave it out.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+
+class Span(NamedTuple):
+  """`size` places from `start` on; none from `end` on, if that is given."""
+
+  start: Any
+  size: int
+  end: Any = None
+
+  def places(self):
+    return self.start + jax.lax.iota(jnp.int32, self.size)
+
+
+def whole(width: int) -> Span:
+  """All of a width."""
+  size = pl.next_power_of_2(width)
+  return Span(0, size, None if width == size else width)
+
+
+def part(index, size: int, width: int) -> Span:
+  """Part `index` of a width that is cut into such sizes."""
+  return Span(index * size, size, width if width % size else None)
+
+
+def load(ref, *index):
+  """A tile at spans, or at numbers for axes that it does not have."""
+  here, mask = _at(ref, index)
+  other = None if mask is None else jnp.zeros((), ref.dtype)
+  return plgpu.load(here, mask=mask, other=other)
+
+
+def store(ref, value, *index):
+  here, mask = _at(ref, index)
+  plgpu.store(here, value.astype(ref.dtype), mask=mask)
+
+
+def _at(ref, index):
+  spans = [x for x in index if isinstance(x, Span)]
+  mask = None
+  for axis, span in enumerate(spans):
+    if span.end is not None:
+      others = [i for i in range(len(spans)) if i != axis]
+      inside = jnp.expand_dims(span.places() < span.end, others)
+      mask = inside if mask is None else mask & inside
+  if mask is not None:
+    mask = jnp.broadcast_to(mask, [span.size for span in spans])
+  where = [
+    pl.ds(x.start, x.size) if isinstance(x, Span) else jnp.asarray(x, jnp.int32)
+    for x in index
+  ]
+  return ref.at[tuple(where)], mask
+
+
+def dot(a, b, contract, interpret):
+  """Matmul of the given axes, in float32."""
+  precision: Any = None
+  if a.dtype == jnp.float32:
+    # Three products of what fits into the tensor cores.
+    precision = jax.lax.DotAlgorithmPreset.TF32_TF32_F32_X3
+    if interpret:
+      precision = jax.lax.Precision.HIGHEST
+  return jax.lax.dot_general(
+    a,
+    b,
+    (((contract[0],), (contract[1],)), ((), ())),
+    precision=precision,
+    preferred_element_type=jnp.float32,
+  )
+
+
+# Grids are (i, j, heads n, rows b), of which i and j are the kernel's own.
+
+
+def of_head(x) -> pl.BlockSpec:
+  """What a kernel takes of [b t n width] or of states [b s n k v]: one head."""
+  widths = (pl.next_power_of_2(width) for width in x.shape[3:])
+  shape = (None, x.shape[1], None, *widths)
+  zeros = (0,) * (x.ndim - 3)
+  return pl.BlockSpec(shape, lambda i, j, n, b: (b, 0, n, *zeros))
+
+
+def numbers_of_head(x) -> pl.BlockSpec:
+  """The same of [b n kinds t]."""
+  shape = (None, None, *x.shape[2:])
+  return pl.BlockSpec(shape, lambda i, j, n, b: (b, n, 0, 0))
+
+
+def parts_of_head(of, x) -> pl.BlockSpec:
+  """The same of [p ...], where program i has a part of its own."""
+  spec = of(jax.ShapeDtypeStruct(x.shape[1:], x.dtype))
+  return pl.BlockSpec(
+    (None, *spec.block_shape),
+    lambda i, j, n, b: (i, *spec.index_map(i, j, n, b)),
+  )

@@ -1,0 +1,22 @@
+"""The kernels compile for an H100: registers, shared memory, supported ops."""
+
+import pytest
+
+from examples.benchmarks import gpu_resources
+from examples.benchmarks.gpu_resources import Case
+
+CASES = {
+  "plain_256": Case(256),
+  "carried_128": Case(128, length=64, tokens=1000, carried=2),
+  "odd_96": Case(96, length=40, tokens=1111),
+  "exact_128": Case(128, "float32", carried=1),
+  "exact_64": Case(64, "float32", length=16, tokens=512),
+}
+
+
+@pytest.mark.aot("jax_cuda13_plugin")
+@pytest.mark.parametrize("name", CASES)
+def test_compiles(name):
+  text = gpu_resources.compile_for_h100(CASES[name]).as_text()
+  for kernel in ("write", "chain", "read", "read_vjp", "write_k_vjp"):
+    assert f'name = "{gpu_resources.PREFIX}{kernel}"' in text
