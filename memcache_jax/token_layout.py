@@ -37,6 +37,13 @@ def document_starts(
     >>> document_starts(jnp.array([[1, 1, 2, 2, 2, 1]])).astype(int).tolist()
     [[0, 0, 1, 0, 0, 1]]
   """
+  for name, array in (("segment_ids", segment_ids), ("mask", mask)):
+    shape = getattr(array, "shape", None)
+    if array is not None and (shape is None or len(shape) != 2):
+      raise ValueError(
+        f"`{name}` must be an array [b t]: got "
+        f"{type(array).__name__ if shape is None else f'shape {shape}'}."
+      )
   if mask is None:
     mask = jnp.ones(segment_ids.shape, bool)
   previous = previous_valid(mask)

@@ -2,6 +2,7 @@
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -82,6 +83,13 @@ def test_document_starts(ids, mask):
       assert bool(starts[row, t]) == expected
       if mask[row, t]:
         before = ids[row, t]
+
+
+def test_document_starts_of_no_array(as_a_user):
+  with pytest.raises(ValueError, match=r"`segment_ids` must be .* got list"):
+    document_starts([[1, 1, 2]])
+  with pytest.raises(ValueError, match=r"`mask` must be .* got shape \(3,\)"):
+    document_starts(jnp.ones((1, 3), int), jnp.ones(3, bool))
 
 
 @settings(max_examples=40, deadline=None)

@@ -55,15 +55,18 @@ class Layer:
 
 def memory(case: Case, implementation: Reference = None) -> Memory:
   """The memory of a case; "reference" takes the definitions of its ops."""
+  options = {"implementation": implementation}
+  if case.inner_batch:  # else the library's default
+    options["inner_batch"] = case.inner_batch
   match case.memory:
     case "linear":
       inner = Linear(implementation=implementation)
     case "gated_delta":
       inner = GatedDelta(implementation=implementation)
     case "titans":
-      inner = Titans(NETWORK, implementation=implementation)
+      inner = Titans(NETWORK, **options)
     case "dla":
-      inner = DeepLinear(NETWORK, implementation=implementation)
+      inner = DeepLinear(NETWORK, **options)
   if case.aggregate == "none":
     return inner
   return Cached(

@@ -1,5 +1,6 @@
 """What a run was made with: commit, processor, versions, load."""
 
+import datetime
 import importlib.metadata
 import os
 import platform
@@ -16,6 +17,7 @@ def describe() -> dict:
   return {
     "record": "machine",
     "commit": _commit(),
+    "date": datetime.date.today().isoformat(),
     "cpu": _cpu(),
     "cores": os.cpu_count(),
     "system": f"{platform.system()} {platform.machine()}",
@@ -29,7 +31,8 @@ def sentence(record: dict) -> str:
   versions = ", ".join(f"{k} {v}" for k, v in record["versions"].items())
   load = ", ".join(map(str, record["load"]))
   return (
-    f"Commit {record['commit']}; {record['cpu']}, {record['cores']} cores, "
+    f"Commit {record['commit']}, {record['date']}; "
+    f"{record['cpu']}, {record['cores']} cores, "
     f"{record['system']}; Python {record['python']}, {versions}; "
     f"load average at the start {load}."
   )

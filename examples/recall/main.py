@@ -24,7 +24,11 @@ def main(arguments: list[str]) -> None:
     raise app.UsageError(f"unknown arguments: {' '.join(arguments[1:])}")
   fields = dict(_CONFIG.value)
   seeds = fields.pop("seeds")
-  results = run(Settings(**fields), seeds)
+  try:
+    settings = Settings(**fields)
+  except ValueError as error:
+    raise app.UsageError(str(error)) from error
+  results = run(settings, seeds)
   if _OUT.value:
     text = json.dumps(results, indent=1) + "\n"
     pathlib.Path(_OUT.value).write_text(text)

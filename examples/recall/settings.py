@@ -1,7 +1,7 @@
 """What defines a run; equal settings and an equal seed give equal numbers."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from memcache_jax.tasks import MQAR
 
@@ -51,6 +51,14 @@ class Settings:
   learning_rate: float
   weight_decay: float
   test_rows: int
+
+  def __post_init__(self):
+    for name, choices in (("memory", MemoryName), ("aggregate", AggregateName)):
+      value = getattr(self, name)
+      if value not in get_args(choices):
+        raise ValueError(
+          f"`{name}` must be one of {get_args(choices)}: got {value!r}."
+        )
 
   @property
   def task(self) -> MQAR:

@@ -85,6 +85,7 @@ class Attention(Mixer):
       dim,
       num_heads,
       rngs,
+      out_scale=out_scale,
       dtype=dtype,
       param_dtype=param_dtype,
       head_dim=head_dim,

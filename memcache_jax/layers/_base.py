@@ -101,6 +101,7 @@ def check_layer(
   num_heads: int,
   rngs: nnx.Rngs,
   *,
+  out_scale: float,
   dtype: DType,
   param_dtype: DType,
   **head_dims: int | None,
@@ -110,6 +111,7 @@ def check_layer(
   Heads need a width, given or by division.
   """
   _checks.check_positive(dim=dim, num_heads=num_heads)
+  _checks.check_number(low=0, out_scale=out_scale)
   _checks.check_dtype(dtype=dtype, param_dtype=param_dtype)
   check_rngs(rngs)
   for name, value in head_dims.items():

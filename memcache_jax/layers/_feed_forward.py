@@ -43,6 +43,7 @@ class SwiGLU(nnx.Module):
     rngs: nnx.Rngs,
   ):
     _checks.check_positive(dim=dim)
+    _checks.check_number(low=0, out_scale=out_scale)
     if hidden_dim is None:
       hidden_dim = -(-8 * dim // (3 * 256)) * 256
     _checks.check_positive(hidden_dim=hidden_dim)

@@ -112,6 +112,7 @@ class Gates(nnx.Module):
 
 
 def _check(gates: Mapping[str, Gate]) -> None:
+  _checks.check_mapping(Gate, gates=gates)
   kinds = [gate.kind for gate in gates.values()]
   for name, gate in gates.items():
     _checks.check_choice(**{f"gates[{name!r}].kind": (gate.kind, _KINDS)})

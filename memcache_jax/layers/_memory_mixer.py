@@ -95,11 +95,13 @@ class MemoryMixer(Mixer):
       dim,
       num_heads,
       rngs,
+      out_scale=out_scale,
       dtype=dtype,
       param_dtype=param_dtype,
       key_dim=key_dim,
       value_dim=value_dim,
     )
+    _checks.check_positive(conv_width=conv_width)
     if not isinstance(memory, Memory):
       raise ValueError(f"`memory` must be a Memory: got {memory!r}.")
     shape = HeadShape(

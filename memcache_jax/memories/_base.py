@@ -76,16 +76,22 @@ class Memory:
       max_length: most tokens of one document that the state must have room
         for. Only memories that grow use it.
     """
-    raise NotImplementedError
+    raise _undefined(self, "init_state")
 
   def check_state(
     self, params: Params, state: State, shape: HeadShape, batch: int
   ) -> None:
     """Raises ValueError unless a state is one of this memory, for such rows."""
-    expected = jax.eval_shape(
-      lambda params: self.init_state(params, shape, batch), params
-    )
-    _checks.check_state(state, expected)
+
+    def expected(max_length):
+      return jax.eval_shape(
+        lambda params: self.init_state(
+          params, shape, batch, max_length=max_length
+        ),
+        params,
+      )
+
+    _checks.check_state(state, expected(1), expected(2**20))
 
   def step(
     self,
@@ -95,14 +101,14 @@ class Memory:
     v: Float[Array, "b n v"],
     gates: Gates,
   ) -> State:
-    """Writes one token."""
-    raise NotImplementedError
+    """Writes one token; returns a state like the one it was given."""
+    raise _undefined(self, "step")
 
   def read(
     self, params: Params, memory: State, q: Float[Array, "b t n k"]
   ) -> Float[Array, "b t n v"]:
     """Reads what `snapshot` returned, at any number of queries."""
-    raise NotImplementedError
+    raise _undefined(self, "read")
 
   def snapshot(self, state: State) -> State:
     """The part of the state that is cached and read; leaves [b n ...]."""
@@ -258,6 +264,7 @@ def scan_tokens(
     del index
     return memory.read(params, memory.snapshot(state), q)
 
+  _check_own(memory, params, initial, q, k, v, gates)
   read = read_online if read is None else read
 
   def advance(state, inputs):
@@ -271,6 +278,51 @@ def scan_tokens(
   inputs = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), inputs)
   state, y = jax.lax.scan(advance, state, (*inputs, jnp.arange(t)))
   return jnp.moveaxis(y, 0, 1), state
+
+
+def _check_own(memory, params, initial, q, k, v, gates):
+  """Raises ValueError unless what a memory defines fits together."""
+  name = type(memory).__name__
+  b, t = v.shape[:2]
+  for path, leaf in jax.tree_util.tree_leaves_with_path(initial):
+    dtype, shape = jnp.result_type(leaf), jnp.shape(leaf)
+    low = jnp.issubdtype(dtype, jnp.floating) and dtype != jnp.float32
+    if low or shape[:1] != (b,):
+      raise ValueError(
+        f"`init_state` of {name} must return leaves in float32 with {b} rows "
+        f"first: got {dtype} of shape {shape} at "
+        f"'{jax.tree_util.keystr(path)}'."
+      )
+  if t == 0:
+    return
+
+  def step(params, state, *tokens):
+    first = jax.tree.map(lambda x: x[:, 0], tokens)
+    return memory.step(params, state, *first)
+
+  def read(params, state, q):
+    return memory.read(params, memory.snapshot(state), q[:, :1])
+
+  describe = lambda tree: jax.tree.map(
+    lambda x: f"{jnp.result_type(x)}{list(jnp.shape(x))}", tree
+  )
+  state = jax.eval_shape(step, params, initial, k, v, gates)
+  if describe(state) != describe(initial):
+    raise ValueError(
+      f"`step` of {name} must return a state like that of `init_state`, "
+      f"{describe(initial)}: got {describe(state)}."
+    )
+  y = jax.eval_shape(read, params, initial, q)
+  expected = (b, 1, *v.shape[2:])
+  if getattr(y, "shape", None) != expected:
+    raise ValueError(
+      f"`read` of {name} must return an array of shape {expected} for one "
+      f"query: got {describe(y)}."
+    )
+
+
+def _undefined(memory: Memory, method: str) -> NotImplementedError:
+  return NotImplementedError(f"{type(memory).__name__} must define `{method}`.")
 
 
 def select_rows(rows: Bool[Array, " b"], yes: State, no: State) -> State:

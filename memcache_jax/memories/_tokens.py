@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from memcache_jax.array_typing import Leaf
-from memcache_jax.memories._gate import HeadShape
+from memcache_jax.memories._gate import Gate, HeadShape
 from memcache_jax.ops import _checks
 
 
@@ -67,6 +67,7 @@ def check_tokens(memory: Any, tokens: Tokens) -> None:
       f"got flags for {memory}."
     )
   wanted = memory.gates()
+  _checks.check_mapping(Gate, gates=wanted)
   if set(wanted) != set(tokens.gates):
     raise ValueError(
       f"`gates` must be {sorted(wanted)}, as {memory} asks: "

@@ -111,6 +111,11 @@ class ModelConfig:
         "`pattern` must be a tuple of MemorySpec and AttentionSpec: "
         f"got {self.pattern!r}."
       )
+    if not isinstance(self.activations, jax.P | None):
+      raise ValueError(
+        "`activations` must be a jax.P of up to three axes, or None: got "
+        f"{self.activations!r}."
+      )
     if not self.pattern or self.num_layers % len(self.pattern):
       raise ValueError(
         "`num_layers` must be a multiple of the length of `pattern`: "

@@ -9,6 +9,7 @@ from flax import nnx
 from memcache_jax.array_typing import DType
 from memcache_jax.layers import Attention, MemoryMixer, Mixer
 from memcache_jax.memories import Memory
+from memcache_jax.ops import _checks
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,12 @@ class MemorySpec:
   key_dim: int | None = None
   value_dim: int | None = None
   conv_width: int = 4
+
+  def __post_init__(self):
+    if not isinstance(self.memory, Memory):
+      raise ValueError(f"`memory` must be a Memory: got {self.memory!r}.")
+    _checks.check_positive(num_heads=self.num_heads, conv_width=self.conv_width)
+    _check_dims(key_dim=self.key_dim, value_dim=self.value_dim)
 
   def build(
     self,
@@ -67,6 +74,10 @@ class AttentionSpec:
   window: int | None = None
   head_dim: int | None = None
 
+  def __post_init__(self):
+    _checks.check_positive(num_heads=self.num_heads)
+    _check_dims(window=self.window, head_dim=self.head_dim)
+
   def build(
     self,
     dim: int,
@@ -87,6 +98,12 @@ class AttentionSpec:
       param_dtype=param_dtype,
       rngs=rngs,
     )
+
+
+def _check_dims(**dims: int | None) -> None:
+  for name, value in dims.items():
+    if value is not None:
+      _checks.check_positive(**{name: value})
 
 
 MixerSpec: TypeAlias = MemorySpec | AttentionSpec

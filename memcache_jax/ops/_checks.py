@@ -106,6 +106,18 @@ def check_choice(**values: tuple[object, tuple[object, ...]]) -> None:
       raise ValueError(f"`{name}` must be one of {choices}: got {value!r}.")
 
 
+def check_mapping(kind: type, **values: Any) -> None:
+  """Raises ValueError for a value that does not map names to such things."""
+  for name, value in values.items():
+    if not isinstance(value, Mapping) or not all(
+      isinstance(key, str) and isinstance(item, kind)
+      for key, item in value.items()
+    ):
+      raise ValueError(
+        f"`{name}` must map names to {kind.__name__}: got {value!r}."
+      )
+
+
 def check_number(
   *, low: float, high: float = math.inf, open_low: bool = False, **values: float
 ) -> None:
@@ -139,30 +151,38 @@ def check_dtype(**values: Any) -> None:
       raise ValueError(f"`{name}` must be a floating dtype: got {value!r}.")
 
 
-def check_state(state: State, expected: State) -> None:
-  """Raises ValueError unless a state has the kinds of leaves that are expected.
-
-  Sizes of axes other than the rows may depend on how long a state may grow.
+def check_state(state: State, *expected: State) -> None:
+  """Raises ValueError unless a state has the leaves that are expected.
 
   Args:
     state: what came.
-    expected: a tree of arrays or of shapes and dtypes, [b ...].
+    *expected: trees of arrays or of shapes and dtypes, [b ...], that are alike
+      but for how long a state may grow: where their sizes differ, any will do.
   """
-  want, structure = jax.tree_util.tree_flatten_with_path(expected)
+  want, structure = jax.tree_util.tree_flatten_with_path(expected[0])
+  others = [jax.tree.leaves(tree) for tree in expected]
   got = jax.tree.leaves(state)
   if jax.tree.structure(state) != structure:
     raise ValueError(
       "`state` must come from the same kind of memory, "
-      f"{_leaves_of(expected)}: got {_leaves_of(state)}."
+      f"{_leaves_of(expected[0])}: got {_leaves_of(state)}."
     )
-  for (path, leaf), x in zip(want, got, strict=True):
+  for (path, leaf), x, *alike in zip(want, got, *others, strict=True):
     shape, dtype = jnp.shape(x), getattr(x, "dtype", type(x).__name__)
-    fits = len(shape) == leaf.ndim and shape[:1] == leaf.shape[:1]
+    sizes = [
+      set(sizes) for sizes in zip(*(y.shape for y in alike), strict=True)
+    ]
+    fits = len(shape) == len(sizes) and all(
+      len(known) > 1 or size in known
+      for size, known in zip(shape, sizes, strict=True)
+    )
     if not fits or dtype != leaf.dtype:
+      wanted = ", ".join(
+        "any" if len(known) > 1 else str(*known) for known in sizes
+      )
       raise ValueError(
-        f"`state{jax.tree_util.keystr(path)}` must be {leaf.dtype} with "
-        f"{leaf.ndim} axes, the first of {leaf.shape[0]} rows: got {dtype} of "
-        f"shape {shape}."
+        f"`state{jax.tree_util.keystr(path)}` must be {leaf.dtype} of shape "
+        f"({wanted}): got {dtype} of shape {shape}."
       )
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
-from memcache_jax.tasks._checks import check_integer
+from memcache_jax.tasks._checks import check_generator, check_integer
 from memcache_jax.tasks._tokenizer import ByteTokenizer, Tokenizer
 
 
@@ -105,6 +105,7 @@ class TextTask(abc.ABC):
       rng: source of randomness.
       batch_size: number of rows.
     """
+    check_generator(rng)
     check_integer("batch_size", batch_size, 1)
     return self.collate([self.sample(rng) for _ in range(batch_size)])
 

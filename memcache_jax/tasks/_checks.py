@@ -17,6 +17,14 @@ def check_integer(name: str, value: Any, at_least: int) -> None:
     )
 
 
+def check_generator(rng: Any) -> None:
+  """Raises ValueError unless it is a NumPy generator."""
+  if not isinstance(rng, np.random.Generator):
+    raise ValueError(
+      f"`rng` must be an np.random.Generator: got a {type(rng).__name__}."
+    )
+
+
 def check_real(name: str, value: Any, low: float, high: float) -> None:
   """Raises ValueError unless the value is a number of this range."""
   right_kind = isinstance(value, int | float | np.integer | np.floating)

@@ -5,7 +5,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from memcache_jax.tasks._base import Batch
-from memcache_jax.tasks._checks import check_integer, check_real
+from memcache_jax.tasks._checks import (
+  check_generator,
+  check_integer,
+  check_real,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +85,7 @@ class MQAR:
       rng: source of randomness.
       batch_size: number of rows.
     """
+    check_generator(rng)
     check_integer("batch_size", batch_size, 1)
     half, pairs = self.vocab_size // 2, self.num_pairs
     context = 2 * pairs

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from memcache_jax.tasks._base import Batch
-from memcache_jax.tasks._checks import check_integer
+from memcache_jax.tasks._checks import check_generator, check_integer
 from memcache_jax.tasks._mqar import distinct
 
 
@@ -53,6 +53,7 @@ class SelectiveCopy:
       rng: source of randomness.
       batch_size: number of rows.
     """
+    check_generator(rng)
     check_integer("batch_size", batch_size, 1)
     copied = rng.integers(
       1,

@@ -1,5 +1,6 @@
 """The benchmarks refuse to time a wrong op, and write what they should."""
 
+import dataclasses
 import json
 import sys
 
@@ -79,6 +80,27 @@ def test_the_definition_agrees_with_the_layer(case):
   y = ours.apply(ours.params, x, None)[0]
   by_token = check.by_token(definition, ours.params, x)
   assert check.worst_error(y, by_token) <= check.LIMIT
+
+
+def test_what_a_case_says_is_what_is_timed():
+  """Every field that describes a memory makes another one."""
+  case = cases.Case(memory="titans", aggregate="grm", segment=64)
+  changes = [
+    {"memory": "dla"},
+    {"inner_batch": 256},
+    {"aggregate": "ssc"},
+    {"segment": 256},
+    {"write_mode": "checkpoint"},
+  ]
+  changed = [dataclasses.replace(case, **change) for change in changes]
+  memories = {repr(layers.memory(x)) for x in (case, *changed)}
+  assert len(memories) == 1 + len(changes)
+  for inner_batch in cases.INNER_BATCHES:
+    alone = cases.Case(memory="titans", inner_batch=inner_batch)
+    assert layers.memory(alone).inner_batch == inner_batch
+  # What is left names the layer around it and the run.
+  named = set().union(*changes) | {"package", "layer", "tokens"}
+  assert named == {field.name for field in dataclasses.fields(case)}
 
 
 def test_errors_are_relative_and_the_worst_counts():
@@ -180,7 +202,7 @@ def test_compile_time_says_met_or_missed(monkeypatch):
   record = compile_time.compile_length(16, "residual", repeats=1)
   assert record["compile_s"] > 0
   slower = record | {"compile_s": 2 * record["compile_s"]}
-  machine = {"commit": "a", "cpu": "b", "cores": 2, "system": "c"}
+  machine = {"commit": "a", "date": "d", "cpu": "b", "cores": 2, "system": "c"}
   machine |= {"python": "3", "versions": {}, "load": [0.1]}
   text = compile_time.markdown([machine, record, slower])
   assert "compile time 2.00x, bar below 1.5x: missed" in text

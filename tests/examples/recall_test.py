@@ -7,7 +7,7 @@ import typing
 
 import jax
 import pytest
-from absl import flags
+from absl import app, flags
 from absl.testing import flagsaver
 
 from examples.recall import main, model
@@ -37,6 +37,16 @@ def test_the_command_runs(tmp_path, capsys):
   assert [run["seed"] for run in results["runs"]] == [0, 1]
   assert all(0 <= run["accuracy"] <= 1 for run in results["runs"])
   assert results["settings"]["memory"] == "linear"
+
+
+# As above.
+@pytest.mark.filterwarnings("ignore:.*load_module:DeprecationWarning")
+@flagsaver.flagsaver()
+def test_an_unknown_memory_is_one_clear_line():
+  config = ROOT / "configs" / "mqar" / "tiny.py"
+  flags.FLAGS(["main", f"--config={config}", "--config.memory=foo"])
+  with pytest.raises(app.UsageError, match="`memory` must be one of .*'foo'"):
+    main.main(["main"])
 
 
 @pytest.mark.parametrize("name", CONFIGS)

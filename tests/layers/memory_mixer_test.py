@@ -119,6 +119,11 @@ def test_errors(as_a_user):
     other = memory_mixer(memory).init_state(2, 9).memory
     with pytest.raises(ValueError, match="`state` must come from the same"):
       layer(x, state._replace(memory=other))
+  with pytest.raises(ValueError, match="`conv_width` must be an int"):
+    memory_mixer(Linear(), conv_width=0)
+  for out_scale in (float("nan"), "a", -1.0):
+    with pytest.raises(ValueError, match="`out_scale` must be a number"):
+      memory_mixer(Linear(), out_scale=out_scale)
   for other in (jnp.zeros((3, 2, 4, 3)), jnp.zeros((2, 4, 3), jnp.int32)):
     wrong = state.memory._replace(matrix=other)
     with pytest.raises(ValueError, match=r"`state\.matrix` must be float32"):

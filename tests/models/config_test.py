@@ -85,6 +85,15 @@ def test_errors(as_a_user):
   for name in ("tie_embeddings", "remat"):
     with pytest.raises(ValueError, match=f"`{name}` must be a bool"):
       ModelConfig(num_layers=1, pattern=(spec,), **{name: "no"}, **options)
+  with pytest.raises(ValueError, match="`activations` must be a jax.P"):
+    ModelConfig(num_layers=1, pattern=(spec,), activations=("d",), **options)
+  with pytest.raises(ValueError, match="`memory` must be a Memory: got 'x'"):
+    MemorySpec("x", 2)
+  for kind in (lambda **o: MemorySpec(Linear(), **o), AttentionSpec):
+    with pytest.raises(ValueError, match="`num_heads` must be an int"):
+      kind(num_heads=0)
+  with pytest.raises(ValueError, match="`window` must be an int"):
+    AttentionSpec(2, window=0)
   with pytest.raises(ValueError, match="`config` must be a ModelConfig"):
     LanguageModel(None, rngs=nnx.Rngs(0))
   with pytest.raises(ValueError, match="`rngs` must be an nnx.Rngs: got 3"):

@@ -13,6 +13,8 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 
 from memcache_jax.ops import mlp_memory as op
+from memcache_jax.ops.mlp_memory._pieces import num_pieces
+from memcache_jax.ops.mlp_memory._state import make_rule
 from memcache_jax.testing import assert_close
 
 # Many kinds, each compiled twice with its gradient.
@@ -38,6 +40,11 @@ KINDS = {
   # The window is longer than an inner batch.
   "omega": (
     {"architecture": op.MLP(depth=1, residual=False), "inner_batch": 2},
+    MOMENTUM,
+  ),
+  # Inner batches of two pieces.
+  "pieces": (
+    {"architecture": op.MLP(hidden_factor=2, bias=True), "inner_batch": 12},
     MOMENTUM,
   ),
   "rows": (
@@ -77,9 +84,10 @@ KINDS = {
 # Tested from a state inside an inner batch, over masks and document starts;
 # the others on two whole inner batches, which compile faster. What these
 # could do wrong beyond that is the same code for all.
-STREAMED = ("titans", "rows", "moneta")
+STREAMED = ("titans", "pieces", "rows", "moneta")
 # These also read a mix of stored memories.
-MIXED = ("moneta",)
+MIXED = ("pieces", "moneta")
+WINDOWS = {"omega": 3, "pieces": 2}
 
 
 def _normal(rng, *shape):
@@ -222,8 +230,34 @@ def both_forms(kind, x, where):
 @pytest.mark.parametrize("kind", KINDS)
 def test_values_and_gradients_of_the_definition(kind):
   """The definition differentiates the weights of every token by autodiff."""
-  x, where = make(window=3 if kind == "omega" else 1)
+  x, where = make(window=WINDOWS.get(kind, 1))
   (got, got_grads), (want, want_grads) = both_forms(kind, x, where)
+  assert_close(got, want, 2e-5)
+  assert_close(got_grads, want_grads, 1e-4)
+
+
+def test_pieces_of_a_new_sequence_are_as_in_the_definition():
+  """Two inner batches, half of one, and one more token."""
+  t = 31
+  x, _ = make(t=t, window=WINDOWS["pieces"])
+  params = make_params("pieces")
+  out_weights = _normal(np.random.default_rng(1), *x["v"].shape)
+
+  def loss(x, params, implementation):
+    y, state = call("pieces", x, params, implementation)
+    total = sum(jnp.sum(jnp.sin(w)) for w in state.momentum.values())
+    return jnp.sum(y * out_weights) + total, (y, state)
+
+  @jax.jit
+  def both(x, params):
+    run = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
+    return run(x, params, "xla"), run(x, params, "reference")
+
+  rule = make_rule(
+    KINDS["pieces"][0]["architecture"], op.L2(), op.Closing(), 12
+  )
+  assert num_pieces(rule, 12, K, K) == 2
+  ((_, got), got_grads), ((_, want), want_grads) = both(x, params)
   assert_close(got, want, 2e-5)
   assert_close(got_grads, want_grads, 1e-4)
 

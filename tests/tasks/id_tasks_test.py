@@ -153,6 +153,7 @@ def test_selective_copy_spreads_its_tokens_evenly():
     (lambda: SelectiveCopy(length=31), "`length` .* at least 32: got 31"),
     (lambda: SelectiveCopy(vocab_size=2), "`vocab_size` .* at least 3: got 2"),
     (lambda: ZOOLOGY.batch(generator(), 0), "`batch_size`"),
+    (lambda: ZOOLOGY.batch(0, 1), "`rng` must be an np.random.Generator"),
   ],
 )
 def test_wrong_sizes_are_refused(make, message, as_a_user):

@@ -1,9 +1,12 @@
 """MLP memories by inner batches: matmuls inside, a scan across.
 
 Nothing as large as tokens x parameters is built, and a training step keeps
-the parameters at the start of inner batches only; see `_scan`.
+the parameters at the start of inner batches only; see `_run`.
 """
 
+import functools
+
+import einops
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +16,7 @@ from memcache_jax.array_typing import Array, Bool, Float, Params
 from memcache_jax.ops.mlp_memory import _grid
 from memcache_jax.ops.mlp_memory._block import Blocks, Carry, run_block
 from memcache_jax.ops.mlp_memory._grid import Inputs
+from memcache_jax.ops.mlp_memory._pieces import scan_or_call
 from memcache_jax.ops.mlp_memory._state import MLPMemoryState, Rule
 
 # Parameters kept for a backward pass of one call, beyond which blocks are
@@ -34,9 +38,7 @@ def mlp_memory(
   """`mlp_memory`, one inner batch at a time; masked tokens are zeros."""
   if memories is not None:
     memories = {name: jnp.swapaxes(x, 1, 2) for name, x in memories.items()}
-  run = lambda carry, block: run_block(
-    rule, static, initial.theta, memories, carry, block
-  )
+  run = functools.partial(_run, rule, static, initial.theta, memories)
   t = inputs.q.shape[1]
   if t == 0:
     return jnp.zeros_like(inputs.v), initial if state is None else state
@@ -56,29 +58,28 @@ def mlp_memory(
 
 
 def _fresh(rule, inputs, state, run):
-  b, t, n, v = inputs.v.shape
+  t = inputs.v.shape[1]
   count = t // rule.inner_batch
   carry = Carry(state.theta, state.momentum, None, None)
   reads = []
   if count:
-    blocks = _grid.fresh(rule, inputs, 0, count)
-    carry, y = _scan(run, carry, blocks)
-    y = jnp.moveaxis(y, (0, 1, 2, 3), (1, 0, 3, 2))
-    reads.append(y.reshape(b, -1, n, v))
+    blocks = _grid.fresh(rule, inputs, 0, rule.inner_batch, count)
+    carry, y = run(carry, blocks)
+    reads.append(y)
   carry = carry._replace(start=carry.theta, decay=state.decay)
-  if t % rule.inner_batch:
-    rest = _grid.fresh(rule, inputs, count * rule.inner_batch, 0)
-    carry, y = run(carry, jax.tree.map(lambda x: x[0], rest))
-    reads.append(jnp.swapaxes(y, 1, 2))
+  begin = count * rule.inner_batch
+  for size in _grid.rest(rule, inputs):
+    carry, y = run(carry, _grid.fresh(rule, inputs, begin, size))
+    reads.append(y)
+    begin += size
   y = reads[0] if len(reads) == 1 else jnp.concatenate(reads, axis=1)
   tail = _grid.fresh_tail(rule, inputs)
   return y.astype(inputs.v.dtype), _state(carry, tail, state.position + t)
 
 
 def _single(rule, inputs, state, mask, starts, run):
-  block, tail, position = _grid.single(rule, inputs, state, mask, starts)
-  carry, y = run(_carry(state), block)
-  y = jnp.swapaxes(y, 1, 2)
+  blocks, tail, position = _grid.single(rule, inputs, state, mask, starts)
+  carry, y = run(_carry(state), blocks)
   if mask is not None:
     y = jnp.where(mask[..., None, None], y, 0.0)
   return y.astype(inputs.v.dtype), _state(carry, tail, position)
@@ -89,9 +90,7 @@ def _aligned(rule, inputs, state, mask, starts, num_blocks, run):
   mask = jnp.ones((b, t), bool) if mask is None else mask
   starts = jnp.zeros((b, t), bool) if starts is None else starts
   plan = _grid.aligned(rule, inputs, state, mask, starts, num_blocks)
-  carry, y = _scan(run, _carry(state), plan.blocks)
-  y = jnp.moveaxis(y, (0, 1, 2, 3), (1, 0, 3, 2))
-  y = y.reshape(b, -1, *y.shape[3:])
+  carry, y = run(_carry(state), plan.blocks)
   row = jnp.arange(b)[:, None]
   y = jnp.where(mask[..., None, None], y[row, plan.target], 0.0)
   state = _state(carry, plan.tail, plan.position)
@@ -116,30 +115,36 @@ def _state(carry, tail, position):
   )
 
 
-def _scan(run, carry: Carry, blocks: Blocks):
-  """Scans over blocks; a backward pass runs every block forward again.
+def _run(rule, static, initial, memories, carry: Carry, blocks: Blocks):
+  """Runs blocks; a backward pass runs every block forward again.
 
   It keeps the parameters at the start of every block, and nothing else per
   block. Where even that is much, only those at the start of groups of blocks
   (and, in turn, of the blocks of one group) are kept: about 2 sqrt(g) sets for
   g blocks, for one more forward pass.
   """
-  run = jax.checkpoint(run)
+
+  @jax.checkpoint
+  def run(carry, block):
+    return run_block(rule, static, initial, memories, carry, block)
+
   count = blocks.q.shape[0]
   group = _group_size(count)
   kept = count * sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(carry))
   if kept <= _MAX_KEPT_BYTES or group == 1:
-    return jax.lax.scan(run, carry, blocks)
-  blocks = jax.tree.map(
-    lambda x: x.reshape(count // group, group, *x.shape[1:]), blocks
-  )
+    carry, y = scan_or_call(run, carry, blocks)
+  else:
+    blocks = jax.tree.map(
+      lambda x: x.reshape(count // group, group, *x.shape[1:]), blocks
+    )
 
-  @jax.checkpoint
-  def run_group(carry, group):
-    return jax.lax.scan(run, carry, group)
+    @jax.checkpoint
+    def run_group(carry, group):
+      return jax.lax.scan(run, carry, group)
 
-  carry, y = jax.lax.scan(run_group, carry, blocks)
-  return carry, y.reshape(count, *y.shape[2:])
+    carry, y = jax.lax.scan(run_group, carry, blocks)
+    y = y.reshape(count, *y.shape[2:])
+  return carry, einops.rearrange(y, "g p b n d v -> b (g p d) n v")
 
 
 def _group_size(count: int) -> int:

@@ -35,7 +35,7 @@ class Coefficients(NamedTuple):
   momentum_write: Float[Array, "*rows e"] | None
 
 
-def band(
+def _band(
   step: Float[Array, "*rows c w"], ages: Float[Array, "*#rows c"] | None
 ) -> Float[Array, "*rows c e"]:
   """E: token i is written at the steps i, ..., i + w - 1.
@@ -44,32 +44,36 @@ def band(
   reach over a document start: `ages` counts the document's earlier tokens.
   """
   c, window = step.shape[-2:]
-  eye = jnp.eye(c, dtype=jnp.float32)
-  eye = eye.reshape((1,) * (step.ndim - 2) + eye.shape)
-  rows = jnp.zeros((), jnp.float32)
-  for offset in range(window):
-    weight = step[..., offset]
-    if ages is not None:
-      weight = jnp.where(ages >= offset, weight, 0.0)
-    pad = [(0, 0)] * (step.ndim - 1) + [(window - 1 - offset, offset)]
-    rows = rows + jnp.pad(eye * weight[..., None], pad)
-  return rows
+  if ages is not None:
+    offsets = jnp.arange(window, dtype=jnp.float32)
+    offsets = offsets.reshape((1,) * ages.ndim + offsets.shape)
+    step = jnp.where(ages[..., None] >= offsets, step, 0.0)
+  # Rows one longer than they should be, end to end: cut at the right length,
+  # each begins one column further. Masks would have sums as their gradient.
+  e = c + window - 1
+  rows = jnp.flip(step, axis=-1)
+  rows = jnp.pad(rows, [(0, 0)] * (step.ndim - 1) + [(0, e + 1 - window)])
+  flat = rows.reshape(*step.shape[:-2], c * (e + 1))[..., : c * e]
+  return flat.reshape(*step.shape[:-2], c, e)
 
 
 def recur(
-  rows: Float[Array, "*rows c e"],
+  step: Float[Array, "*rows c w"],
   decay: Float[Array, "*rows c"] | None,
   momentum: Float[Array, "*rows c"] | None,
   valid: Bool[Array, "*#rows c"] | None,
+  ages: Float[Array, "*#rows c"] | None,
 ) -> Coefficients:
   """Runs the two recurrences of the module's top.
 
   Args:
-    rows: E.
+    step: of the token so many steps before.
     decay: a, in [0, 1]; None for 1.
     momentum: m, in [0, 1]; None for 0.
     valid: rows that exist, None for all; others change nothing.
+    ages: tokens of the document before each; None where there is no window.
   """
+  rows = _band(step, ages)
   ones = jnp.ones(rows.shape[:-2], jnp.float32)
   zeros = jnp.zeros_like(rows[..., 0, :])
   has_momentum = momentum is not None
@@ -81,7 +85,7 @@ def recur(
     momentum_write=zeros if has_momentum else None,
   )
 
-  def step(old, inputs):
+  def advance(old, inputs):
     row, a, m, keep = inputs
     forget = lambda a, x: x if a is None else _outer(a, x) * x
     new = Coefficients(
@@ -111,7 +115,7 @@ def recur(
     front(momentum, -1),
     front(valid, -1),
   )
-  last, (decay, carry, write) = jax.lax.scan(step, first, inputs)
+  last, (decay, carry, write) = jax.lax.scan(advance, first, inputs)
   back = lambda x, axis: None if x is None else jnp.moveaxis(x, 0, axis)
   return last._replace(
     decay=back(decay, -1), carry=back(carry, -1), write=back(write, -2)

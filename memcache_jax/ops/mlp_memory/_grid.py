@@ -22,6 +22,7 @@ from memcache_jax.ops.mlp_memory._moves import (
   take_tail,
   to_blocks,
 )
+from memcache_jax.ops.mlp_memory._pieces import num_pieces, to_pieces
 from memcache_jax.ops.mlp_memory._state import MLPMemoryState, Rule, Tail
 
 
@@ -55,18 +56,18 @@ class Scalars(NamedTuple):
   mix: tuple[Float[Array, "*b n c s"], Float[Array, "*b n c"]] | None
 
 
-def fresh(rule: Rule, inputs: Inputs, begin: int, count: int) -> Blocks:
+def fresh(
+  rule: Rule, inputs: Inputs, begin: int, size: int, count: int = 1
+) -> Blocks:
   """Blocks of tokens `begin` and on, of a new sequence with nothing masked.
 
   Args:
     rule: the memory.
     inputs: all tokens.
-    begin: the first token; a multiple of the inner batch.
-    count: blocks; 0 for one block of all the tokens that are left.
+    begin: the first token.
+    size: tokens per block.
+    count: blocks.
   """
-  t = inputs.q.shape[1]
-  size = rule.inner_batch if count else t - begin
-  count = max(count, 1)
   end = begin + count * size
   cut = lambda x: split(x[:, begin:end], size)
   written = Written(inputs.k, inputs.v, inputs.tail_gates)
@@ -87,6 +88,18 @@ def fresh(rule: Rule, inputs: Inputs, begin: int, count: int) -> Blocks:
   return _blocks(
     rule, cut(inputs.q), written, _scalars(inputs, cut), inputs, ages, None
   )
+
+
+def rest(rule: Rule, inputs: Inputs) -> list[int]:
+  """Sizes of blocks for the tokens after the last whole inner batch.
+
+  Those of whole pieces first, so that as few as can be are one piece.
+  """
+  t, k = inputs.q.shape[1], inputs.q.shape[-1]
+  count = num_pieces(rule, rule.inner_batch, k, inputs.v.shape[-1])
+  size = rule.inner_batch // count
+  left = t % rule.inner_batch
+  return [x for x in (left - left % size, left % size) if x]
 
 
 def fresh_tail(rule: Rule, inputs: Inputs) -> Tail | None:
@@ -188,7 +201,7 @@ def single(
   mask: Bool[Array, "b 1"] | None,
   starts: Bool[Array, "b 1"] | None,
 ) -> tuple[Blocks, Tail | None, Int[Array, " b"]]:
-  """One token, as one block of one row; blocks without the axis g."""
+  """One token, as one block of one row."""
   b = inputs.q.shape[0]
   valid = jnp.ones((b, 1), bool) if mask is None else mask
   begins = jnp.zeros((b, 1), bool) if starts is None else starts & valid
@@ -222,7 +235,8 @@ def single(
   full = valid[:, 0] & (position % rule.inner_batch == 0)
   fresh = None if starts is None else begins[:, 0]
   used = None if mask is None else valid[:, 0]
-  return blocks._replace(fresh=fresh, full=full, used=used), tail, position
+  blocks = blocks._replace(fresh=fresh, full=full, used=used)
+  return jax.tree.map(lambda x: x[None], blocks), tail, position
 
 
 def _scalars(inputs, cut):
@@ -251,25 +265,30 @@ def _block_ages(grid, position, size):
 
 def _blocks(rule, q, written, scalars, inputs, ages, valid, place=None):
   """Joins the parts; `place` is that of a single token in its batch."""
+  axis = q.ndim - 2
+  count = num_pieces(rule, q.shape[axis], q.shape[-1], written.v.shape[-1])
+  cut = lambda tree: jax.tree.map(lambda x: to_pieces(x, count, axis), tree)
   if rule.pairwise:
     coef = _pairs(
-      scalars.coef, inputs.row_scale, written.gates, q.shape[-2], place
+      scalars.coef, inputs.row_scale, written.gates, q.shape[axis], place
     )
     if place is None:
-      coefficients = _coefficients.pairwise(coef, valid)
+      coefficients = cut(_coefficients.pairwise(coef, valid))
     else:
-      coefficients = Coefficients(None, None, coef, None, None)
-    return Blocks(q, written, coefficients, mix=scalars.mix)
-  decay = scalars.log_decay
-  decay = None if decay is None else jnp.exp(decay)
-  if rule.closing.reads_own_batch:
-    rows = _coefficients.band(scalars.step, ages)
-    coefficients = _coefficients.recur(rows, decay, scalars.momentum, valid)
+      coefficients = cut(Coefficients(None, None, coef, None, None))
   else:
-    coefficients = _coefficients.without_reads(
-      scalars.step, decay, scalars.momentum, valid, ages
+    decay = scalars.log_decay
+    decay = None if decay is None else jnp.exp(decay)
+    step, decay, momentum, valid, ages = cut(
+      (scalars.step, decay, scalars.momentum, valid, ages)
     )
-  return Blocks(q, written, coefficients, mix=scalars.mix)
+    if rule.closing.reads_own_batch:
+      coefficients = _coefficients.recur(step, decay, momentum, valid, ages)
+    else:
+      coefficients = _coefficients.without_reads(
+        step, decay, momentum, valid, ages
+      )
+  return Blocks(written, coefficients, *cut((q, scalars.mix)))
 
 
 def _pairs(coef, row_scale, gates, c, place):

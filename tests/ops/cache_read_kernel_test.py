@@ -1,0 +1,131 @@
+"""The gated read as TPU kernels, against its definition."""
+
+import functools
+import importlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+
+from memcache_jax.ops import cache_read
+from memcache_jax.testing import assert_close
+
+# Kernels are simulated.
+pytestmark = pytest.mark.slow
+
+KERNELS = "memcache_jax.pallas_kernels.cache_read"
+
+
+def _inputs(t, s, k, v, dtype=jnp.float32, b=1):
+  rng = np.random.default_rng(t)
+  normal = lambda *axes: jnp.asarray(rng.standard_normal(axes), jnp.float32)
+  q = normal(b, t, 2, k).astype(dtype)
+  return q, normal(b, s, 2, k, v) / k**0.5, normal(b, t, 2, s)
+
+
+def _run(inputs, implementation):
+  def loss(*inputs):
+    y = cache_read(*inputs, implementation=implementation)
+    return jnp.sum(jnp.sin(y)), y
+
+  run = jax.jit(jax.grad(loss, argnums=(0, 1, 2), has_aux=True))
+  return run(*inputs)
+
+
+def _interpreted(inputs):
+  """On a simulated TPU, whose memory holds nan until it is written."""
+  with pltpu.force_tpu_interpret_mode(
+    pltpu.InterpretParams(uninitialized_memory="nan")
+  ):
+    return jax.block_until_ready(_run(inputs, "mosaic_tpu"))
+
+
+@pytest.mark.parametrize(
+  "sizes", [(1, 1, 32, 32), (130, 6, 64, 96), (128, 4, 256, 128)]
+)
+def test_equals_the_definition(sizes):
+  inputs = _inputs(*sizes)
+  assert_close(_interpreted(inputs), _run(inputs, "reference"))
+
+
+def test_several_blocks(monkeypatch):
+  """States that are fetched again for every block of tokens."""
+  config = importlib.import_module(f"{KERNELS}.config")
+  chosen = config.config(config.Call(128, 128, "bfloat16", 4096, 64))
+  assert (chosen.rows, chosen.states) == (1024, 64)
+  assert config.config(config.Call(256, 256, "bfloat16", 9, 64)).states == 32
+  monkeypatch.setattr(config, "config", lambda _: config.Config(128, 8))
+  inputs = _inputs(300, 11, 96, 64, b=2)
+  assert_close(_interpreted(inputs), _run(inputs, "reference"))
+
+
+def test_bfloat16(monkeypatch):
+  # XLA has no product of bfloat16 for a CPU: here it is one of float32, which
+  # is exact for what bfloat16 can hold.
+  def float32(dot, a, b, **options):
+    return dot(a.astype(jnp.float32), b.astype(jnp.float32), **options)
+
+  for name in ("mosaic_tpu", "mosaic_tpu_vjp"):
+    kernel = importlib.import_module(f"{KERNELS}.{name}")
+    monkeypatch.setattr(kernel, "dot", functools.partial(float32, kernel.dot))
+  inputs = _inputs(64, 5, 128, 128, jnp.bfloat16)
+  grads, y = _interpreted(inputs)
+  assert [x.dtype.name for x in grads] == ["bfloat16", "float32", "float32"]
+  assert y.dtype == jnp.float32
+  assert_close((grads, y), _run(inputs, "reference"), 1e-2)
+
+
+@pytest.mark.parametrize(
+  ("implementation", "platform", "tokens", "kernels"),
+  [
+    (None, "tpu", 9, 1),
+    (None, "tpu", 1, 0),
+    ("xla", "tpu", 9, 0),
+    (None, "cpu", 9, 0),
+  ],
+)
+def test_the_platform_decides_when_nobody_does(
+  implementation, platform, tokens, kernels
+):
+  def loss(*inputs):
+    return jnp.sum(cache_read(*inputs, implementation=implementation) ** 2)
+
+  gradient = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))
+  traced = gradient.trace(*_inputs(tokens, 3, 64, 64))
+  text = traced.lower(lowering_platforms=(platform,)).as_text()
+  for name in ("fwd", "bwd_tokens", "bwd_states"):
+    kernel = f'kernel_name = "memcache_cache_read_{name}"'
+    assert text.count(kernel) == kernels
+
+
+@pytest.mark.parametrize(
+  ("sizes", "dtype", "reason"),
+  [
+    ((9, 3, 40, 64), jnp.float32, "key width is a multiple of 32"),
+    ((9, 3, 64, 1024), jnp.float32, "value width .* got 1024"),
+    ((9, 3, 64, 64), jnp.float16, "got float16"),
+    ((9, 0, 64, 64), jnp.float32, "at least one"),
+  ],
+)
+def test_the_kernel_says_what_it_cannot(sizes, dtype, reason):
+  with pytest.raises(NotImplementedError, match=reason):
+    jax.eval_shape(
+      functools.partial(cache_read, implementation="mosaic_tpu"),
+      *_inputs(*sizes, dtype),
+    )
+
+
+def test_second_derivatives():
+  inputs = _inputs(9, 3, 64, 64)
+
+  def second(implementation):
+    read = functools.partial(cache_read, implementation=implementation)
+    loss = lambda q: jnp.sum(jnp.sin(read(q, *inputs[1:])))
+    gradient = lambda q: jnp.sum(jax.grad(loss)(q) ** 2)
+    return jax.eval_shape(jax.grad(gradient), inputs[0])
+
+  assert second("xla").shape == inputs[0].shape
+  with pytest.raises(NotImplementedError, match="first derivatives only"):
+    second(None)

@@ -1,0 +1,40 @@
+"""The gated read on rows and heads spread over devices: nothing is gathered."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.pallas import tpu as pltpu
+
+from memcache_jax.ops import cache_read
+from memcache_jax.testing import assert_close
+
+
+def _step(implementation):
+  run = functools.partial(cache_read, implementation=implementation)
+
+  def loss(*inputs):
+    y = run(*inputs)
+    return jnp.sum(jnp.sin(y)), y
+
+  return jax.jit(jax.grad(loss, argnums=(0, 1, 2), has_aux=True))
+
+
+def test_rows_and_heads_over_eight_devices():
+  rng = np.random.default_rng(0)
+  normal = lambda *axes: rng.standard_normal(axes).astype(np.float32)
+  inputs = normal(4, 9, 2, 32), normal(4, 3, 2, 32, 32), normal(4, 9, 2, 3)
+  expected = jax.device_get(_step("reference")(*inputs))
+  kinds = (jax.sharding.AxisType.Explicit,) * 2
+  mesh = jax.make_mesh((4, 2), ("data", "heads"), axis_types=kinds)
+  place = jax.NamedSharding(mesh, jax.P("data", None, "heads"))
+  simulated = pltpu.InterpretParams(uninitialized_memory="nan")
+  with jax.set_mesh(mesh), pltpu.force_tpu_interpret_mode(simulated):
+    spread = jax.device_put(inputs, place)
+    compiled = _step("mosaic_tpu").lower(*spread).compile()
+    got = compiled(*spread)
+  assert_close(jax.device_get(got), expected)
+  assert got[1].sharding.spec[:3] == ("data", None, "heads")
+  assert "all-gather" not in compiled.as_text()
+  assert "all-to-all" not in compiled.as_text()
