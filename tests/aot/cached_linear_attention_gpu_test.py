@@ -7,10 +7,8 @@ from examples.benchmarks.gpu_resources import Case
 
 CASES = {
   "plain_256": Case(256),
-  "carried_128": Case(128, length=64, tokens=1000, carried=2),
-  "odd_96": Case(96, length=40, tokens=1111),
-  "exact_128": Case(128, "float32", carried=1),
-  "exact_64": Case(64, "float32", length=16, tokens=512),
+  "odd_96": Case(96, length=40, tokens=1111, carried=2),
+  "exact_128": Case(128, "float32", length=16, tokens=512),
 }
 
 
