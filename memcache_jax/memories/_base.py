@@ -17,6 +17,7 @@ from memcache_jax.array_typing import (
   State,
 )
 from memcache_jax.memories._gate import Gate, HeadShape
+from memcache_jax.memories._own import check_own
 from memcache_jax.memories._tokens import Tokens, check_tokens
 from memcache_jax.ops import _checks
 
@@ -264,7 +265,7 @@ def scan_tokens(
     del index
     return memory.read(params, memory.snapshot(state), q)
 
-  _check_own(memory, params, initial, q, k, v, gates)
+  check_own(memory, params, initial, q, k, v, gates)
   read = read_online if read is None else read
 
   def advance(state, inputs):
@@ -278,47 +279,6 @@ def scan_tokens(
   inputs = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), inputs)
   state, y = jax.lax.scan(advance, state, (*inputs, jnp.arange(t)))
   return jnp.moveaxis(y, 0, 1), state
-
-
-def _check_own(memory, params, initial, q, k, v, gates):
-  """Raises ValueError unless what a memory defines fits together."""
-  name = type(memory).__name__
-  b, t = v.shape[:2]
-  for path, leaf in jax.tree_util.tree_leaves_with_path(initial):
-    dtype, shape = jnp.result_type(leaf), jnp.shape(leaf)
-    low = jnp.issubdtype(dtype, jnp.floating) and dtype != jnp.float32
-    if low or shape[:1] != (b,):
-      raise ValueError(
-        f"`init_state` of {name} must return leaves in float32 with {b} rows "
-        f"first: got {dtype} of shape {shape} at "
-        f"'{jax.tree_util.keystr(path)}'."
-      )
-  if t == 0:
-    return
-
-  def step(params, state, *tokens):
-    first = jax.tree.map(lambda x: x[:, 0], tokens)
-    return memory.step(params, state, *first)
-
-  def read(params, state, q):
-    return memory.read(params, memory.snapshot(state), q[:, :1])
-
-  describe = lambda tree: jax.tree.map(
-    lambda x: f"{jnp.result_type(x)}{list(jnp.shape(x))}", tree
-  )
-  state = jax.eval_shape(step, params, initial, k, v, gates)
-  if describe(state) != describe(initial):
-    raise ValueError(
-      f"`step` of {name} must return a state like that of `init_state`, "
-      f"{describe(initial)}: got {describe(state)}."
-    )
-  y = jax.eval_shape(read, params, initial, q)
-  expected = (b, 1, *v.shape[2:])
-  if getattr(y, "shape", None) != expected:
-    raise ValueError(
-      f"`read` of {name} must return an array of shape {expected} for one "
-      f"query: got {describe(y)}."
-    )
 
 
 def _undefined(memory: Memory, method: str) -> NotImplementedError:

@@ -18,7 +18,10 @@ Choice: TypeAlias = Literal[
 ]
 
 _NAMES = ("reference", "xla", "mosaic_tpu", "triton")
-_PLATFORMS = {"mosaic_tpu": "tpu", "triton": "cuda"}
+# Kernels that run where nobody chooses, and the platform of each. Not those for
+# GPUs: they have been run on none, and need more shared memory than small ones
+# have, which is not known when a program is lowered.
+_PLATFORMS = {"mosaic_tpu": "tpu"}
 
 
 def resolve(
@@ -28,8 +31,8 @@ def resolve(
 ) -> Choice:
   """Turns the public `implementation` argument into the one to run.
 
-  ``None`` takes the fastest one there is for the op and the call. An explicit
-  choice never falls back to another.
+  ``None`` takes the fastest one that is trusted for the op and the call. An
+  explicit choice never falls back to another.
 
   Args:
     op: its name.
@@ -47,7 +50,7 @@ def resolve(
   kernels = {} if kernels is None else kernels
   match implementation:
     case None:
-      return "by_platform" if None in kernels.values() else "xla"
+      return "by_platform" if runs_unasked(kernels) else "xla"
     case "xla" | "reference":
       return implementation
     case "mosaic_tpu" | "triton":
@@ -63,6 +66,11 @@ def resolve(
         f"`implementation` must be None or one of {_NAMES}: "
         f"got {implementation!r}."
       )
+
+
+def runs_unasked(kernels: Mapping[str, str | None]) -> bool:
+  """Whether ``None`` may take one of these kernels, see `resolve`."""
+  return any(kernels.get(name, "none") is None for name in _PLATFORMS)
 
 
 def run(
@@ -81,7 +89,9 @@ def run(
   """
   if choice == "by_platform":
     branches = {
-      _PLATFORMS[name]: kernel for name, kernel in kernels.items() if kernel
+      platform: kernels[name]
+      for name, platform in _PLATFORMS.items()
+      if kernels.get(name)
     }
     return jax.lax.platform_dependent(*args, default=xla, **branches)
   kernel = kernels.get(choice)

@@ -70,7 +70,7 @@ def cached_linear_attention(
       from the end of the one before.
     chunk_size: tokens computed in parallel; changes speed only.
     implementation: "reference" (token by token), "xla", "mosaic_tpu", "triton"
-      or None for the fastest on the platform the program is compiled for.
+      or None for the kernel on a TPU, and "xla" elsewhere.
 
   Returns:
     y, in the dtype of v, and the end states of all segments, in float32.

@@ -43,7 +43,7 @@ def has_kernel(
     segments=segments,
     carried=carried,
   )
-  return None in reasons.values()
+  return _dispatch.runs_unasked(reasons)
 
 
 def why_not(**sizes) -> dict[str, str | None]:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from memcache_jax.array_typing import Array, Bool, Float
+from memcache_jax.array_typing import Array, Bool, Float, Int
 
 
 class Coefficients(NamedTuple):
@@ -148,6 +148,42 @@ def without_reads(
   if decay is not None:
     decay = jax.lax.cumprod(decay, axis=axis)
   return Coefficients(decay, None, None, after[..., 0], written)
+
+
+def pairs(
+  coef: Float[Array, "*rows c i"] | None,
+  row_scale: Float[Array, "n i"] | None,
+  gates: dict[str, Float[Array, "*rows e"]],
+  c: int,
+  place: Int[Array, " b"] | None,
+) -> Float[Array, "*rows c e"]:
+  """Coefficients of all pairs of tokens of a batch.
+
+  Args:
+    coef: as given, or None for those of `row_scale`.
+    row_scale: factors of the steps, by place in the batch.
+    gates: of the columns, "step" among them where there is a `row_scale`.
+    c: tokens of a row.
+    place: of one token in its batch; None for all tokens from the first.
+  """
+  if place is None:
+    if coef is not None:
+      return coef[..., :c]
+    scale = row_scale[:, :c, None]
+    step = gates["step"][..., None, :]
+    return scale.reshape((1,) * (step.ndim - 3) + scale.shape) * step
+  # One token at `place`; column e is the token e - (i - 1) steps from it.
+  size = coef.shape[-1] if coef is not None else row_scale.shape[-1]
+  column = place[:, None] + jnp.arange(1 - size, 1, dtype=jnp.int32)[None]
+  keep = (column >= 0)[:, None, None]
+  if coef is None:
+    scale = jnp.moveaxis(jnp.take(row_scale, place, axis=1), 0, 1)
+    coef = scale[..., None, None] * gates["step"][..., None, :]
+  else:
+    index = jnp.maximum(column, 0)[:, None, None]
+    index = jnp.broadcast_to(index, coef.shape)
+    coef = jnp.take_along_axis(coef, index, axis=-1)
+  return jnp.where(keep, coef, 0.0)
 
 
 def pairwise(

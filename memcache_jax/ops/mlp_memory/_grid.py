@@ -269,7 +269,7 @@ def _blocks(rule, q, written, scalars, inputs, ages, valid, place=None):
   count = num_pieces(rule, q.shape[axis], q.shape[-1], written.v.shape[-1])
   cut = lambda tree: jax.tree.map(lambda x: to_pieces(x, count, axis), tree)
   if rule.pairwise:
-    coef = _pairs(
+    coef = _coefficients.pairs(
       scalars.coef, inputs.row_scale, written.gates, q.shape[axis], place
     )
     if place is None:
@@ -289,25 +289,3 @@ def _blocks(rule, q, written, scalars, inputs, ages, valid, place=None):
         step, decay, momentum, valid, ages
       )
   return Blocks(written, coefficients, *cut((q, scalars.mix)))
-
-
-def _pairs(coef, row_scale, gates, c, place):
-  """Coefficients of all pairs [*b n c e]."""
-  if place is None:
-    if coef is not None:
-      return coef[..., :c]
-    scale = row_scale[:, :c, None]
-    step = gates["step"][..., None, :]
-    return scale.reshape((1,) * (step.ndim - 3) + scale.shape) * step
-  # One token at `place`; column e is the token e - (i - 1) steps from it.
-  size = coef.shape[-1] if coef is not None else row_scale.shape[-1]
-  column = place[:, None] + jnp.arange(1 - size, 1, dtype=jnp.int32)[None]
-  keep = (column >= 0)[:, None, None]
-  if coef is None:
-    scale = jnp.moveaxis(jnp.take(row_scale, place, axis=1), 0, 1)
-    coef = scale[..., None, None] * gates["step"][..., None, :]
-  else:
-    index = jnp.maximum(column, 0)[:, None, None]
-    index = jnp.broadcast_to(index, coef.shape)
-    coef = jnp.take_along_axis(coef, index, axis=-1)
-  return jnp.where(keep, coef, 0.0)
