@@ -89,9 +89,9 @@ def run(
   """
   if choice == "by_platform":
     branches = {
-      platform: kernels[name]
+      platform: kernel
       for name, platform in _PLATFORMS.items()
-      if kernels.get(name)
+      if (kernel := kernels.get(name))
     }
     return jax.lax.platform_dependent(*args, default=xla, **branches)
   kernel = kernels.get(choice)

@@ -169,21 +169,25 @@ def pairs(
   if place is None:
     if coef is not None:
       return coef[..., :c]
+    assert row_scale is not None
     scale = row_scale[:, :c, None]
     step = gates["step"][..., None, :]
     return scale.reshape((1,) * (step.ndim - 3) + scale.shape) * step
   # One token at `place`; column e is the token e - (i - 1) steps from it.
-  size = coef.shape[-1] if coef is not None else row_scale.shape[-1]
-  column = place[:, None] + jnp.arange(1 - size, 1, dtype=jnp.int32)[None]
-  keep = (column >= 0)[:, None, None]
+  steps = lambda size: (
+    place[:, None] + jnp.arange(1 - size, 1, dtype=jnp.int32)[None]
+  )
   if coef is None:
+    assert row_scale is not None
+    column = steps(row_scale.shape[-1])
     scale = jnp.moveaxis(jnp.take(row_scale, place, axis=1), 0, 1)
     coef = scale[..., None, None] * gates["step"][..., None, :]
   else:
+    column = steps(coef.shape[-1])
     index = jnp.maximum(column, 0)[:, None, None]
     index = jnp.broadcast_to(index, coef.shape)
     coef = jnp.take_along_axis(coef, index, axis=-1)
-  return jnp.where(keep, coef, 0.0)
+  return jnp.where((column >= 0)[:, None, None], coef, 0.0)
 
 
 def pairwise(
