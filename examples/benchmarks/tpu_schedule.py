@@ -17,6 +17,7 @@ import math
 import os
 import re
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -134,8 +135,8 @@ def xla_function(case: Case, chunk_size: int):
   return run
 
 
-def count_bundles(dump: Path, kernel: str) -> tuple[collections.Counter, int]:
-  """Bundles of the newest kernel of that name by loop depth, and spilling."""
+def bundles(dump: Path, kernel: str) -> Iterator[tuple[int, bool]]:
+  """Of the newest kernel of that name: loop depth, and whether it spills."""
   files = [
     path
     for path in dump.glob(f"*{kernel}*final_bundles.txt")
@@ -143,13 +144,19 @@ def count_bundles(dump: Path, kernel: str) -> tuple[collections.Counter, int]:
   ]
   if not files:
     raise FileNotFoundError(f"No bundles of {kernel!r} among {dump}.")
-  depths, spilling = collections.Counter(), 0
   newest = max(files, key=lambda x: x.stat().st_mtime)
   for line in newest.read_text().splitlines():
     bundle = re.match(r"\s*0x[0-9a-f]+\s*[A-Z]*\s*:\s*((?:>\s*)*)", line)
     if bundle:
-      depths[bundle[1].count(">")] += 1
-      spilling += "_spill]" in line
+      yield bundle[1].count(">"), "_spill]" in line
+
+
+def count_bundles(dump: Path, kernel: str) -> tuple[collections.Counter, int]:
+  """Bundles of the newest kernel of that name by loop depth, and spilling."""
+  depths, spilling = collections.Counter(), 0
+  for depth, spills in bundles(dump, kernel):
+    depths[depth] += 1
+    spilling += spills
   return depths, spilling
 
 
@@ -269,16 +276,26 @@ def main(argv: list[str] | None = None) -> None:
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     "LIBTPU_INIT_ARGS": f"--xla_jf_dump_to={dump} --xla_jf_dump_llo_text=true",
   }
-  rows = []
-  for case in CASES[: options.first]:
-    rows.append(measure(case, dump))
-    print(rows[-1], flush=True)
-  if options.readme:
-    header = list(rows[0])
-    lines = [header, ["---"] * len(header)]
-    lines += [[str(row.get(name, "")) for name in header] for row in rows]
-    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    readme.replace("schedule", table, README)
+  # Imports this module under its own name, for what reads it.
+  from examples.benchmarks import tpu_schedule_reads as reads
+
+  for part, cases, of in (
+    ("schedule", CASES, measure),
+    ("schedule-reads", reads.CASES, reads.measure),
+  ):
+    rows = []
+    for case in cases[: options.first]:
+      rows.append(of(case, dump))
+      print(rows[-1], flush=True)
+    if options.readme:
+      readme.replace(part, table(rows), README)
+
+
+def table(rows: list[dict]) -> str:
+  header = list(rows[0])
+  lines = [header, ["---"] * len(header)]
+  lines += [[str(row.get(name, "")) for name in header] for row in rows]
+  return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 if __name__ == "__main__":

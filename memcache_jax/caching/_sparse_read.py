@@ -3,17 +3,17 @@
 A pair of a token and a memory it selected is the unit of work. Pairs are
 sorted by memory and cut into tiles of one memory each, so that every tile is
 one read of many queries, whatever the memory is; then pairs go back to their
-tokens. The number of tiles is known beforehand: a memory leaves at most one of
-them unfilled.
+tokens.
 """
 
-from typing import NamedTuple
+import functools
 
 import jax
 import jax.numpy as jnp
 
 from memcache_jax.array_typing import Array, Float, Int, Params, State
 from memcache_jax.memories._base import Memory
+from memcache_jax.ops.cache_read._plan import make_plan
 
 # Queries of a tile: more fill a matrix unit better, and leave more unfilled.
 _SMALLEST_TILE, _LARGEST_TILE = 8, 128
@@ -40,13 +40,19 @@ def read_selected(
     index: which of them each token reads, without repetition; -1 for none.
     weights: the gate of each.
   """
+  in_tiles = functools.partial(_read, memory, params)
+  return memory.read_selected(params, memories, q, index, weights, in_tiles)
+
+
+def _read(memory, params, q, memories, index, weights):
+  """`read_selected` of any memory, with gathers."""
   b, t, n, r = index.shape
   slots = jax.tree.leaves(memories)[0].shape[1]
   tile = _tile_size(t * r, slots)
   if tile == 1:
     reads = _read_pairs(memory, params, memories, q, index)
   else:
-    plan = _plan(index, slots, tile)
+    plan = make_plan(index, slots, tile)
     queries = _to_places(_heads_first(q), plan)
     reads = _read_tiles(memory, params, memories, queries, plan.memory)
     reads = _to_pairs(reads, plan).reshape(b, n, t, r, -1)
@@ -105,60 +111,6 @@ def _take_memories(memories, index):
 
 def _heads_first(x):
   return jnp.swapaxes(x, 1, 2)
-
-
-class _Plan(NamedTuple):
-  """Where pairs go; m places in p tiles, of which some stay empty."""
-
-  memory: Int[Array, "b p n"]  # that each tile reads
-  pair: Int[Array, "b n m"]  # that stands at a place; -1: empty
-  place: Int[Array, "b n j"]  # of each pair; -1: nowhere
-
-
-def _plan(index, slots, tile) -> _Plan:
-  b, t, n, r = index.shape
-  pairs = t * r
-  tiles = pairs // tile + min(slots, pairs)
-  group = jnp.transpose(index, (0, 2, 1, 3)).reshape(b, n, pairs)
-  group = jnp.where(group < 0, slots, group)
-
-  def head(group):
-    order = _stable_order(group, slots)
-    ordered = group[order]
-    edges = jnp.arange(slots + 1, dtype=group.dtype)
-    first = jnp.searchsorted(ordered, edges).astype(jnp.int32)
-    count = first[1:] - first[:-1]
-    needed = -(-count // tile)
-    after = jnp.cumsum(needed)
-    number = jnp.arange(tiles, dtype=jnp.int32)
-    memory = jnp.searchsorted(after, number, side="right").astype(jnp.int32)
-    memory = jnp.minimum(memory, slots - 1)
-    # Place c of tile p holds the pair number (p - tiles before) tile + c of
-    # those that selected its memory.
-    before = (after - needed)[memory]
-    offset = (number - before)[:, None] * tile + jnp.arange(tile)[None]
-    filled = offset < count[memory][:, None]
-    source = jnp.clip(first[memory][:, None] + offset, 0, pairs - 1)
-    pair = jnp.where(filled, order[source], -1).reshape(-1)
-    rank = _stable_order(order, pairs)
-    clipped = jnp.minimum(group, slots - 1)
-    place = (after - needed)[clipped] * tile + rank - first[clipped]
-    return memory, pair, jnp.where(group < slots, place, -1)
-
-  memory, pair, place = jax.vmap(jax.vmap(head))(group)
-  return _Plan(jnp.swapaxes(memory, 1, 2), pair, place)
-
-
-def _stable_order(group, slots):
-  """`argsort` of numbers up to `slots`, in one word each where they fit.
-
-  Sorting single numbers takes a fifth of the time of sorting pairs on a CPU.
-  """
-  pairs = group.shape[0]
-  if (slots + 1) * pairs > jnp.iinfo(jnp.int32).max:
-    return jnp.argsort(group, stable=True).astype(jnp.int32)
-  number = jnp.arange(pairs, dtype=jnp.int32)
-  return jnp.sort(group.astype(jnp.int32) * pairs + number) % pairs
 
 
 def _rows(x, index):

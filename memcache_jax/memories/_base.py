@@ -1,6 +1,6 @@
 """What a memory is: the protocol, and a slow default for everything in it."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import ClassVar
 
 import jax
@@ -12,6 +12,7 @@ from memcache_jax.array_typing import (
   Bool,
   Float,
   Gates,
+  Int,
   Params,
   PRNGKeyArray,
   State,
@@ -165,6 +166,22 @@ class Memory:
     out = jax.eval_shape(self.read, params, first, q)
     zero = jnp.zeros(out.shape, jnp.float32)
     return jax.lax.scan(jax.checkpoint(add), zero, (memories, weights))[0]
+
+  def read_selected(
+    self,
+    params: Params,
+    memories: State,
+    q: Float[Array, "b t n k"],
+    index: Int[Array, "b t n r"],
+    weights: Float[Array, "b t n r"],
+    in_tiles: Callable[..., Float[Array, "b t n v"]],
+  ) -> Float[Array, "b t n v"]:
+    """Like `read_many`, of a few memories per token, -1 for none.
+
+    `in_tiles` does it by `read`: a function of q, memories, index, weights.
+    """
+    del params
+    return in_tiles(q, memories, index, weights)
 
   def scans_segments(self, tokens: Tokens, carried: int) -> bool:
     """Whether `scan_segments` takes such tokens [b g c ...], and is faster.

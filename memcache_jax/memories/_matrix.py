@@ -1,15 +1,17 @@
 """What memories that are a matrix per head have in common."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
 import jax.numpy as jnp
 
 from memcache_jax import ops
-from memcache_jax.array_typing import Array, Float, Gates, Params, State
+from memcache_jax.array_typing import Array, Float, Gates, Int, Params, State
 from memcache_jax.memories._base import Memory, Tokens
 from memcache_jax.ops import _checks
 from memcache_jax.ops._dispatch import Implementation
+from memcache_jax.ops.cache_read import selected_read
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,4 +59,20 @@ class MatrixMemory(Memory):
     del params
     return ops.cache_read(
       q, memories, weights, implementation=self.implementation
+    )
+
+  def read_selected(
+    self,
+    params: Params,
+    memories: State,
+    q: Float[Array, "b t n k"],
+    index: Int[Array, "b t n r"],
+    weights: Float[Array, "b t n r"],
+    in_tiles: Callable[..., Float[Array, "b t n v"]],
+  ) -> Float[Array, "b t n v"]:
+    del params
+    return selected_read(
+      *(q, memories, index, weights),
+      xla=in_tiles,
+      implementation=self.implementation,
     )

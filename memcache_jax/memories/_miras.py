@@ -48,6 +48,7 @@ from memcache_jax.ops.mlp_memory import (
   init_state,
   make_rule,
   mlp_memory,
+  read_networks,
 )
 
 
@@ -137,12 +138,10 @@ class Miras(Memory):
     scale = self.step_scale
     if scale is None:
       scale = default_step_scale(self.architecture, self.loss, self.optimizer)
-    if restart == "rows":
-      gates = {"step": Gate("sigmoid", scale=scale)}
-    else:
-      width = self.window if self.window > 1 else None
+    if restart != "rows":
       scale = scale / (self.inner_batch * self.window)
-      gates = {"step": Gate("sigmoid", width=width, scale=scale)}
+    width = self.window if self.window > 1 else None
+    gates = {"step": Gate("sigmoid", width=width, scale=scale)}
     if self.retention.decay:
       gates["log_decay"] = Gate("log_decay")
     if self.optimizer.momentum:
@@ -196,7 +195,7 @@ class Miras(Memory):
 
   def snapshot(self, state: State) -> Params:
     """The weights that the next token starts from; see the base class."""
-    return self._as_read(state.start, state.theta)
+    return self._closing.as_read(state.start, state.theta)
 
   def inner_loss(
     self,
@@ -207,46 +206,36 @@ class Miras(Memory):
     gates: Gates,
   ) -> Float[Array, "b n"]:
     """The loss at the start of the inner batch; see the base class."""
-    weights = self._as_read(state.start, state.start)
+    weights = self._closing.as_read(state.start, state.start)
     y = self.read(params, weights, k[:, None].astype(jnp.float32))[:, 0]
     gates = {name: gates[name] for name in self.loss.gates()}
     return self.loss.value(y, v.astype(jnp.float32), gates)
 
-  def _as_read(self, start, theta):
-    """Stored parameters as weights, scaled as at the start of the batch."""
-    scale = self._closing.scale(start)
-    if scale is None:
-      return theta
-    return {
-      name: scale[name].reshape(scale[name].shape + (1,) * (x.ndim - 2)) * x
-      for name, x in theta.items()
-    }
-
   def read(
     self, params: Params, memory: State, q: Float[Array, "b t n k"]
   ) -> Float[Array, "b t n v"]:
-    return apply_architecture(
-      self.architecture, params, memory, self._map(params, q)
+    q = self._map(params, q)
+    return apply_architecture(self.architecture, params, memory, q)
+
+  def read_many(
+    self,
+    params: Params,
+    memories: State,
+    q: Float[Array, "b t n k"],
+    weights: Float[Array, "b t n s"],
+  ) -> Float[Array, "b t n v"]:
+    return read_networks(
+      *(self.architecture, params, memories, self._map(params, q), weights),
+      implementation=self.implementation,
     )
 
   def scan(
-    self, params: Params, state: State | None, tokens: Tokens
-  ) -> tuple[Float[Array, "b t n v"], MLPMemoryState]:
-    return self._scan(params, state, tokens, None)
-
-  def scan_soup(
     self,
     params: Params,
     state: State | None,
     tokens: Tokens,
-    memories: State,
-    weights: Float[Array, "b t n s"],
-    own_weight: Float[Array, "b t n"],
+    mix: Mix | None = None,
   ) -> tuple[Float[Array, "b t n v"], MLPMemoryState]:
-    """See `Memory.scan_soup`; mixes map by map, never a token's parameters."""
-    return self._scan(params, state, tokens, Mix(memories, weights, own_weight))
-
-  def _scan(self, params, state, tokens, mix):
     check_tokens(self, tokens)
     gates = tokens.gates
     step, row_scale = gates.get("step"), None
@@ -281,6 +270,18 @@ class Miras(Memory):
       max_unaligned_starts=tokens.max_unaligned_starts,
       implementation=self.implementation,
     )
+
+  def scan_soup(
+    self,
+    params: Params,
+    state: State | None,
+    tokens: Tokens,
+    memories: State,
+    weights: Float[Array, "b t n s"],
+    own_weight: Float[Array, "b t n"],
+  ) -> tuple[Float[Array, "b t n v"], MLPMemoryState]:
+    """See `Memory.scan_soup`; mixes map by map, never a token's parameters."""
+    return self.scan(params, state, tokens, Mix(memories, weights, own_weight))
 
   def _network_shape(self, shape: HeadShape) -> HeadShape:
     if self.features is None:

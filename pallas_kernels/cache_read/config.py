@@ -11,6 +11,8 @@ _SUBLANES = 8
 _VMEM_LIMIT = (64 - 8) * _MIB
 # Of it, for the states of a block, of two buffers.
 _VMEM_OF_STATES = 16 * _MIB
+# Tables of tiles lie in scalar memory, two words a tile.
+_MOST_TILES = 2**16
 # Queries that are loaded at a time, of a width of 256. More would spill, as
 # would products of float32, which are made of several.
 _ROWS = {"float32": 256, "bfloat16": 1024}
@@ -77,6 +79,101 @@ def supports(call: Call) -> str | None:
       f"got {call.tokens} and {call.states}"
     )
   return None
+
+
+@dataclass(frozen=True)
+class SelectedConfig:
+  """How a call that reads a few states per token is cut up.
+
+  Attributes:
+    tokens: of a block, whose pairs are sorted together.
+    selected: states of each token.
+    tile: places of a tile, a multiple of 8 up to 128.
+    vmem_limit_bytes: fast memory that a kernel may fill.
+  """
+
+  tokens: int
+  selected: int
+  tile: int
+  vmem_limit_bytes: int = _VMEM_LIMIT
+
+  @property
+  def tokens_per_row(self) -> int:
+    """Tokens whose places are one row of a table; a power of 2."""
+    tokens = _LANES // 2
+    while tokens * self.selected > _LANES:
+      tokens //= 2
+    return tokens
+
+
+@dataclass(frozen=True)
+class SelectedCall:
+  """Sizes of one call.
+
+  Attributes:
+    k: key width.
+    v: value width.
+    dtype: of queries.
+    tokens: of the call.
+    states: stored states.
+    selected: of these, by each token.
+    heads: of all rows together.
+  """
+
+  k: int
+  v: int
+  dtype: str
+  tokens: int
+  states: int
+  selected: int
+  heads: int
+
+
+def selected_config(call: SelectedCall) -> SelectedConfig:
+  """The pieces for a call, from its sizes alone."""
+  tokens = _round_up(call.tokens, _LANES // 2)
+  while True:
+    pairs = tokens * call.selected
+    tile = _SUBLANES  # about as many tiles as there are states
+    while tile < _LANES and 2 * tile * call.states <= pairs:
+      tile *= 2
+    config = SelectedConfig(tokens, call.selected, tile)
+    if tokens <= _LANES or _vmem_of_selected(call, config) <= _VMEM_LIMIT:
+      return config
+    tokens = _round_up(tokens // 2, _LANES // 2)
+
+
+def selected_supports(call: SelectedCall) -> str | None:
+  """Why the TPU kernels cannot take such a call; None if they can."""
+  reason = supports(Call(call.k, call.v, call.dtype, call.tokens, call.states))
+  if reason:
+    return reason
+  if not 1 <= call.selected <= 8:
+    return f"each token selects 1 to 8 states: got {call.selected}"
+  chosen = selected_config(call)
+  blocks = -(-call.tokens // chosen.tokens)
+  table = blocks * call.heads * tiles(call, chosen)
+  if table > _MOST_TILES:
+    return f"all its rows and heads have at most {_MOST_TILES} tiles: {table}"
+  return None
+
+
+def tiles(call: SelectedCall, chosen: SelectedConfig) -> int:
+  """Of one block of tokens and head; each state may leave one unfilled."""
+  pairs = chosen.tokens * call.selected
+  return pairs // chosen.tile + min(call.states, pairs)
+
+
+def _vmem_of_selected(call: SelectedCall, chosen: SelectedConfig) -> int:
+  """Fast memory of the backward pass, which takes more than the forward."""
+  size = 4 if call.dtype == "float32" else 2
+  k, v = _round_up(call.k, _LANES), _round_up(call.v, _LANES)
+  count = tiles(call, chosen)
+  # Queries and gradients of two buffers, and copies in float32.
+  tokens = chosen.tokens * (4 * size * k + 2 * size * v + 4 * (k + v))
+  # What is read at every place; gates and their gradients; states.
+  places = count * (chosen.tile * k * 4 + 4 * _LANES * 4)
+  return tokens + places + 6 * 4 * k * v
 
 
 def _round_up(x: int, multiple: int) -> int:

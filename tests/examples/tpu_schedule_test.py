@@ -4,7 +4,7 @@ import importlib
 
 import pytest
 
-from examples.benchmarks import tpu_schedule
+from examples.benchmarks import tpu_schedule, tpu_schedule_reads
 from examples.benchmarks.tpu_schedule import Case
 
 BUNDLES = """
@@ -53,3 +53,13 @@ def test_what_the_matrix_units_need():
   one = 2 * 256**3
   assert Case(256).flops == 8 * 16 * 10.5 * one
   assert Case(256, backward=True).flops == 8 * 16 * 22 * one
+
+
+def test_what_reads_need():
+  read = tpu_schedule_reads.Read
+  one = 8 * 4096 * 2 * 256**2
+  assert read(256).flops == 64 * one
+  assert read(256, selected=2, backward=True).flops == 2 * 2 * one
+  assert read(256, hidden=512).flops == 64 * 4 * one
+  # Every state is selected about 128 times, by some more and by some less.
+  assert 64 < tpu_schedule_reads.tiles_in_use(read(256, selected=2), 128) < 128

@@ -15,6 +15,7 @@ from memcache_jax.ops.mlp_memory._closing import (
   orthogonalize,
 )
 from memcache_jax.ops.mlp_memory._loss import L2, Dot, Huber, InnerLoss, Lp
+from memcache_jax.ops.mlp_memory._read_many import read_networks
 from memcache_jax.ops.mlp_memory._state import (
   Mix,
   MLPMemoryState,
@@ -44,4 +45,5 @@ __all__ = [
   "make_rule",
   "mlp_memory",
   "orthogonalize",
+  "read_networks",
 ]

@@ -33,6 +33,16 @@ class Closing:
     del start
     return None
 
+  def as_read(self, start: Params, theta: Params) -> Params:
+    """Stored parameters as weights, scaled as at the start of the batch."""
+    scale = self.scale(start)
+    if scale is None:
+      return theta
+    return {
+      name: scale[name].reshape(scale[name].shape + (1,) * (x.ndim - 2)) * x
+      for name, x in theta.items()
+    }
+
   def close(
     self,
     start: Params,

@@ -1,0 +1,276 @@
+"""What reads of stored memories cost on a TPU; part of `tpu_schedule`.
+
+Loops over states count by what takes longer, their bundles or their products:
+the units make a kernel wait that asks for more. Of reads of selected states
+every tile in use counts as a full one.
+"""
+
+import functools
+import importlib
+import itertools
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from examples.benchmarks.tpu_schedule import (
+  BYTES_PER_CYCLE,
+  CYCLES_PER_SECOND,
+  FLOPS_PER_CYCLE,
+  TOPOLOGY,
+  bundles,
+  count_bundles,
+  xla_cycles,
+)
+
+PACKAGE = "memcache_jax.pallas_kernels"
+
+
+@dataclass(frozen=True)
+class Read:
+  """One call of 4096 tokens of 8 heads and 64 states, bfloat16.
+
+  Attributes:
+    width: of keys and values.
+    selected: states that each token reads, at random; None for all.
+    backward: gradients instead of reads.
+    hidden: width of the hidden layer of stored networks; None for matrices.
+  """
+
+  width: int
+  selected: int | None = None
+  backward: bool = False
+  hidden: int | None = None
+  tokens: int = 4096
+  states: int = 64
+  heads: int = 8
+
+  @property
+  def name(self) -> str:
+    what = "all" if self.selected is None else f"{self.selected} selected"
+    what += " matrices" if self.hidden is None else " networks"
+    return f"{'backward' if self.backward else 'forward'}, {what}"
+
+  @property
+  def kernels(self) -> list[str]:
+    if self.hidden is not None:
+      return ["memcache_mlp_memory_read"]
+    name = "memcache_cache_read_"
+    name += "" if self.selected is None else "selected_"
+    if not self.backward:
+      return [f"{name}fwd"]
+    if self.selected is not None:
+      return [f"{name}bwd"]
+    return [f"{name}bwd_tokens", f"{name}bwd_states"]
+
+  @property
+  def flops(self) -> float:
+    """Of all products."""
+    per_token = self.states if self.selected is None else self.selected
+    size = self.width**2
+    if self.hidden is not None:
+      size = 2 * self.width * self.hidden
+    products = 2 if self.backward else 1
+    return products * self.heads * self.tokens * per_token * 2 * size
+
+
+CASES = [
+  Read(128),
+  Read(256),
+  Read(128, backward=True),
+  Read(256, backward=True),
+  Read(128, selected=2),
+  Read(256, selected=2),
+  Read(128, selected=2, backward=True),
+  Read(256, selected=2, backward=True),
+  Read(128, hidden=512),
+]
+
+
+def _module(name):
+  return importlib.import_module(f"{PACKAGE}.{name}")
+
+
+@functools.cache
+def _place():
+  from jax.experimental import topologies
+  from jax.sharding import SingleDeviceSharding
+
+  topology = topologies.get_topology_desc(
+    platform="tpu", topology_name=TOPOLOGY
+  )
+  return SingleDeviceSharding(topology.devices[0])
+
+
+def _array(*shape, dtype="float32"):
+  import jax
+
+  return jax.ShapeDtypeStruct(shape, dtype, sharding=_place())
+
+
+def _of_all(case: Read):
+  """The kernels, their arguments, and cycles of one with these bundles."""
+  t, n, w, s = case.tokens, case.heads, case.width, case.states
+  pieces = _module("cache_read.config")
+  config = pieces.config(pieces.Call(w, w, "bfloat16", t, s))
+  q = _array(1, n, t, w, dtype="bfloat16")
+  arrays = q, _array(1, s, n, w, w), _array(1, n, s, t)
+  forward = _module("cache_read.mosaic_tpu")
+
+  def run(*arrays):
+    if case.backward:
+      module = _module("cache_read.mosaic_tpu_vjp")
+      return module.bwd(*arrays, config=config)
+    return forward.fwd(*arrays, config=config)
+
+  def cycles(dump, kernel):
+    depths, _ = count_bundles(dump, kernel)
+    blocks = n * (t // config.rows)
+    group = 2 * config.rows * forward.UNROLL * w * w / FLOPS_PER_CYCLE
+    loop = max(depths[2], group) * blocks * (s // forward.UNROLL)
+    return depths[0] + depths[1] * blocks * -(-s // config.states) + loop
+
+  return run, (*arrays, q) if case.backward else arrays, cycles
+
+
+def _of_selected(case: Read):
+  t, n, w, s = case.tokens, case.heads, case.width, case.states
+  pieces = _module("cache_read.config")
+  call = pieces.SelectedCall(
+    *(w, w, "bfloat16"), t, s, selected=case.selected, heads=n
+  )
+  config, forward = pieces.selected_config(call), _module("cache_read.selected")
+  count = pieces.tiles(call, config)
+  integers = lambda *shape: _array(1, n, *shape, dtype="int32")
+  tiles = forward.Tiles(
+    integers(count),
+    integers(count),
+    integers(count, config.tile),
+    integers(t // config.tokens_per_row, 128),
+    _array(1, n, count, 128),
+  )
+  q = _array(1, n, t, w, dtype="bfloat16")
+  arrays = q, _array(1, s, n, w, w), tiles
+
+  def run(*arrays):
+    if case.backward:
+      module = _module("cache_read.selected_vjp")
+      return module.bwd(*arrays, config=config)
+    return forward.fwd(*arrays, config=config)
+
+  def cycles(dump, kernel):
+    runs = [
+      (depth, len(list(run)))
+      for depth, run in itertools.groupby(
+        depth for depth, _ in bundles(dump, kernel)
+      )
+    ]
+    of = lambda depth: [length for d, length in runs if d == depth]
+    # The longest one is what a tile in use takes.
+    tile = max(of(1))
+    step = sum(of(1)) - tile
+    used = n * tiles_in_use(case, config.tile)
+    # The longest loop is over rows of the table of places, others over tokens.
+    combine = max(of(2))
+    others = (sum(of(2)) - combine) * (t // 16)
+    rows = combine * (t // config.tokens_per_row)
+    return sum(of(0)) + n * (step * count + rows + others) + tile * used
+
+  return run, (*arrays, q) if case.backward else arrays, cycles
+
+
+def tiles_in_use(case: Read, tile: int) -> int:
+  """Of one head, where tokens select at random."""
+  rng = np.random.default_rng(0)
+  chosen = rng.random((case.tokens, case.states)).argsort(1)
+  chosen = chosen[:, : case.selected].reshape(-1)
+  count = np.bincount(chosen, minlength=case.states)
+  return int(np.sum(-(-count // tile)))
+
+
+def _of_networks(case: Read):
+  from memcache_jax.ops.mlp_memory import MLP
+
+  t, n, w, s = case.tokens, case.heads, case.width, case.states
+  network = MLP(hidden_factor=case.hidden // w)
+  sizes = tuple(
+    (x.in_dim, x.out_dim) for x in network.affine_maps(w, w).values()
+  )
+  pieces = _module("mlp_memory.config")
+  config = pieces.config(pieces.Call(sizes, w, w, "bfloat16", t, s))
+  weights = {
+    name: _array(1, s, n, x.in_dim, x.out_dim)
+    for name, x in network.affine_maps(w, w).items()
+  }
+  static = {name: _array(n, 1, w) for name in ("ln_gain", "ln_bias")}
+  q, gates = _array(1, n, t, w, dtype="bfloat16"), _array(1, n, s, t)
+
+  def run(q, weights, static, gates):
+    return _module("mlp_memory.mosaic_tpu").fwd(
+      *(network.forward, q, weights, {}, static, gates),
+      width=w,
+      config=config,
+    )
+
+  def cycles(dump, kernel):
+    depths, _ = count_bundles(dump, kernel)
+    steps = n * (t // config.rows) * s
+    loop = depths[2] * steps * (config.rows // config.chunk)
+    return depths[0] + depths[1] * steps + loop
+
+  return run, (q, weights, static, gates), cycles
+
+
+def _xla(case: Read):
+  """The XLA form of a forward call that reads all, and its arguments."""
+  from memcache_jax.ops import cache_read
+  from memcache_jax.ops.mlp_memory import MLP, read_networks
+
+  t, n, w, s = case.tokens, case.heads, case.width, case.states
+  q, states = _array(1, t, n, w, dtype="bfloat16"), _array(1, s, n, w, w)
+  gates = _array(1, t, n, s)
+  if case.hidden is None:
+    run = functools.partial(cache_read, implementation="xla")
+    return run, (q, states, gates)
+  run = functools.partial(
+    read_networks,
+    MLP(hidden_factor=case.hidden // w),
+    implementation="xla",
+  )
+  names = {"w_in": (w, case.hidden), "w_out": (case.hidden, w)}
+  memories = {name: _array(1, s, n, *x) for name, x in names.items()}
+  static = {name: _array(n, w) for name in ("ln_gain", "ln_bias")}
+  return run, (static, memories, q, gates)
+
+
+@functools.cache
+def measure(case: Read, dump: Path) -> dict:
+  """One row of the table."""
+  import jax
+
+  prepare = _of_all if case.selected is None else _of_selected
+  if case.hidden is not None:
+    prepare = _of_networks
+  run, arrays, cycles_of = prepare(case)
+  memory = jax.jit(run).lower(*arrays).compile().memory_analysis()
+  cycles = sum(cycles_of(dump, kernel) for kernel in case.kernels)
+  traffic = memory.argument_size_in_bytes + memory.output_size_in_bytes
+  row = {
+    "width": case.width,
+    "call": case.name,
+    "cycles": round(cycles),
+    "of the bound": f"{case.flops / FLOPS_PER_CYCLE / cycles:.0%}",
+    "ms": f"{cycles / CYCLES_PER_SECOND * 1e3:.2f}",
+    "memory cycles": round(traffic / BYTES_PER_CYCLE),
+    "temporaries": memory.temp_size_in_bytes,
+    "XLA cycles": "",
+    "all / selected": "",
+  }
+  if not (case.backward or case.selected):
+    form, arrays = _xla(case)
+    text = jax.jit(form).lower(*arrays).compile().as_text()
+    row["XLA cycles"] = round(xla_cycles(text))
+  if case.selected is not None:
+    all_of = Read(case.width, backward=case.backward)
+    row["all / selected"] = f"{measure(all_of, dump)['cycles'] / cycles:.1f}x"
+  return row

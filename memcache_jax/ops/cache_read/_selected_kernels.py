@@ -1,0 +1,143 @@
+"""Between `selected_read` and its kernels: pairs in tiles."""
+
+import jax
+import jax.numpy as jnp
+from einops import rearrange
+
+from memcache_jax.array_typing import Array, Float, Int
+from memcache_jax.ops import _dispatch
+from memcache_jax.ops.cache_read._plan import make_plan
+
+_LANES = 128
+
+
+def why_not(
+  q: Float[Array, "b t n k"],
+  states: Float[Array, "b s n k v"],
+  index: Int[Array, "b t n r"],
+) -> str | None:
+  """Why the kernels cannot take a call; None if they can."""
+  if not _dispatch.kernels_installed():
+    return "memcache_jax.pallas_kernels is not installed"
+  module = _dispatch.kernel_module("cache_read.config")
+  return module.selected_supports(_call(module, q, states, index))
+
+
+def mosaic_tpu(
+  q: Float[Array, "b t n k"],
+  states: Float[Array, "b s n k v"],
+  index: Int[Array, "b t n r"],
+  weights: Float[Array, "b t n r"],
+) -> Float[Array, "b t n v"]:
+  """`selected_read`, as a kernel for TPUs."""
+  config = _config(q, states, index)
+  module = _dispatch.kernel_module("cache_read.selected")
+  tiles, _ = _tiles(module, config, index, weights, states.shape[1])
+  y = module.fwd(_blocks(q, config.tokens), states, tiles, config=config)
+  return _tokens(y, q)
+
+
+def mosaic_tpu_vjp(
+  q: Float[Array, "b t n k"],
+  states: Float[Array, "b s n k v"],
+  index: Int[Array, "b t n r"],
+  weights: Float[Array, "b t n r"],
+  d_y: Float[Array, "b t n v"],
+) -> tuple[
+  Float[Array, "b t n k"],
+  Float[Array, "b s n k v"],
+  Float[Array, "b t n r"],
+]:
+  """Its gradients."""
+  config = _config(q, states, index)
+  module = _dispatch.kernel_module("cache_read.selected")
+  tiles, place = _tiles(module, config, index, weights, states.shape[1])
+  d_q, d_states, d_places = _dispatch.kernel_module(
+    "cache_read.selected_vjp"
+  ).bwd(
+    _blocks(q, config.tokens),
+    states,
+    tiles,
+    _blocks(d_y.astype(q.dtype), config.tokens),
+    config=config,
+  )
+  d_states = rearrange(d_states, "(b g) ... -> b g ...", b=q.shape[0])
+  d_places = d_places[..., : config.tile]
+  d_weights = _numbers(rearrange(d_places, "b n p c -> b n (p c)"), place)
+  d_weights = rearrange(d_weights, "b n (t r) -> b n t r", r=index.shape[3])
+  return (
+    _tokens(d_q, q),
+    jnp.sum(d_states, axis=1).astype(states.dtype),
+    _tokens(d_weights, q).astype(weights.dtype),
+  )
+
+
+def _call(module, q, states, index):
+  b, t, n, k = q.shape
+  return module.SelectedCall(
+    *(k, states.shape[4], q.dtype.name),
+    tokens=t,
+    states=states.shape[1],
+    selected=index.shape[3],
+    heads=b * n,
+  )
+
+
+def _config(q, states, index):
+  module = _dispatch.kernel_module("cache_read.config")
+  return module.selected_config(_call(module, q, states, index))
+
+
+def _tiles(module, config, index, weights, slots):
+  """The kernels' `Tiles`, and the place [b n (t r)] of each pair."""
+  fill = lambda x: jnp.pad(
+    x,
+    [(0, 0), (0, -x.shape[1] % config.tokens), (0, 0), (0, 0)],
+    constant_values=-1,
+  )
+  split = lambda x: rearrange(
+    fill(x), "b (g t) ... -> (b g) t ...", t=config.tokens
+  )
+  index, weights = split(index), split(weights.astype(jnp.float32))
+  plan = make_plan(index, slots, config.tile)
+  pair = rearrange(plan.pair, "b n (p c) -> b n p c", c=config.tile)
+  rows = jnp.sum(pair >= 0, axis=3, dtype=jnp.int32)
+  state = rearrange(plan.memory, "b p n -> b n p")
+  last = jnp.max(jnp.where(rows > 0, state, 0), axis=2, keepdims=True)
+  weights = rearrange(weights, "b t n r -> b n (t r)")
+  weights = rearrange(
+    _numbers(weights, plan.pair), "b n (p c) -> b n p c", c=config.tile
+  )
+  nowhere = plan.pair.shape[2]
+  place = jnp.where(plan.place < 0, nowhere, plan.place)
+  per_row = config.tokens_per_row * config.selected
+  place = rearrange(place, "b n (g j) -> b n g j", j=per_row)
+  tiles = module.Tiles(
+    state=jnp.where(rows > 0, state, last),
+    rows=rows,
+    token=jnp.maximum(pair, 0) // config.selected,
+    place=_fill_lanes(place),
+    weights=_fill_lanes(weights),
+  )
+  return tiles, plan.place
+
+
+def _fill_lanes(x):
+  return jnp.pad(x, [(0, 0)] * 3 + [(0, _LANES - x.shape[3])])
+
+
+def _numbers(x, index):
+  """x [b n m], index [b n j] -> [b n j]; zeros where it is -1."""
+  take = jax.vmap(jax.vmap(lambda x, i: x[jnp.maximum(i, 0)]))
+  return jnp.where(index >= 0, take(x, index), 0.0)
+
+
+def _blocks(x, tokens):
+  x = jnp.pad(x, [(0, 0), (0, -x.shape[1] % tokens), (0, 0), (0, 0)])
+  return rearrange(x, "b (g t) n k -> (b g) n t k", t=tokens)
+
+
+def _tokens(x, like):
+  """[(b g) n t k] -> [b t n k], without what filled up the last block."""
+  x = rearrange(x, "(b g) n t k -> b (g t) n k", b=like.shape[0])
+  return x[:, : like.shape[1]]

@@ -1,0 +1,90 @@
+"""Which calls the kernel takes, and in what pieces."""
+
+from dataclasses import dataclass
+
+_MIB = 2**20
+_LANES = 128
+
+# Fast memory of the smallest core, less what the compiler needs for what does
+# not fit into registers.
+_VMEM_LIMIT = (64 - 8) * _MIB
+# Numbers between two maps that are computed at a time: more would spill.
+_HIDDEN = 128 * 1024
+
+
+@dataclass(frozen=True)
+class Config:
+  """How a call is cut up.
+
+  Attributes:
+    rows: tokens of a block, for which a network is fetched once.
+    chunk: of these, that go through it together; a multiple of 128.
+    vmem_limit_bytes: fast memory that the kernel may fill.
+  """
+
+  rows: int
+  chunk: int
+  vmem_limit_bytes: int = _VMEM_LIMIT
+
+
+@dataclass(frozen=True)
+class Call:
+  """Sizes of one call.
+
+  Attributes:
+    maps: input and output width of each affine map.
+    k: key width.
+    v: value width.
+    dtype: of queries.
+    tokens: of the call.
+    networks: stored ones.
+  """
+
+  maps: tuple[tuple[int, int], ...]
+  k: int
+  v: int
+  dtype: str
+  tokens: int
+  networks: int
+
+
+def config(call: Call) -> Config:
+  """The pieces for a call, from its sizes alone."""
+  chunk = max(_HIDDEN // _widest(call) // _LANES, 1) * _LANES
+  chunks = min(-(-call.tokens // chunk), max(1024 // chunk, 1))
+  return Config(chunks * chunk, chunk)
+
+
+def supports(call: Call) -> str | None:
+  """Why the TPU kernel cannot take a call; None if it can."""
+  if call.dtype not in ("float32", "bfloat16"):
+    return f"its queries are float32 or bfloat16: got {call.dtype}"
+  for width in sorted({call.k, call.v, *sum(call.maps, ())}):
+    if width % 32:
+      return f"its widths are multiples of 32: got {width}"
+  if call.tokens < 1 or call.networks < 1:
+    return (
+      "its tokens and networks are at least one: "
+      f"got {call.tokens} and {call.networks}"
+    )
+  need = _vmem_bytes(call, config(call))
+  if need > _VMEM_LIMIT:
+    return (
+      "a network must fit into fast memory: "
+      f"it takes {need // _MIB} of {_VMEM_LIMIT // _MIB} MiB"
+    )
+  return None
+
+
+def _widest(call: Call) -> int:
+  return max(call.k, call.v, *(max(widths) for widths in call.maps))
+
+
+def _vmem_bytes(call: Call, chosen: Config) -> int:
+  up = lambda x: -(-x // _LANES) * _LANES
+  weights = sum(up(i) * up(o) for i, o in call.maps)
+  # As they come in, of two buffers, and as operands; a chunk between two maps;
+  # queries, reads and gates of two buffers.
+  chunk = 8 * chosen.chunk * up(_widest(call))
+  rows = chosen.rows * (up(call.k) + up(call.v) + up(call.networks))
+  return 4 * (3 * weights + chunk + 2 * rows)
