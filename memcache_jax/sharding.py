@@ -3,8 +3,9 @@
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 
-from memcache_jax.array_typing import Array, PyTree, Shaped
+from memcache_jax.array_typing import Array, Float, PyTree, Shaped
 
 
 def rows_like(tree: PyTree, like: Shaped[Array, "b ..."]) -> PyTree:
@@ -30,6 +31,14 @@ def _row_axes(x: Array):
   sharding = jax.typeof(x).sharding
   spec = getattr(sharding, "spec", None)
   return spec[0] if spec else None
+
+
+def zeros_at_tokens(
+  like: Float[Array, "*tokens k"], width: int
+) -> Float[Array, "*tokens v"]:
+  """Zeros [*tokens width] in float32, spread over devices as `like` is."""
+  nothing = like[..., :0].astype(jnp.float32)
+  return jnp.einsum("...k,kv->...v", nothing, jnp.zeros((0, width)))
 
 
 def over_batch_and_heads(

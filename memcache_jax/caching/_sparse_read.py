@@ -40,7 +40,7 @@ def read_selected(
     index: which of them each token reads, without repetition; -1 for none.
     weights: the gate of each.
   """
-  in_tiles = functools.partial(_read, memory, params)
+  in_tiles = functools.partial(_read, memory)
   return memory.read_selected(params, memories, q, index, weights, in_tiles)
 
 

@@ -164,7 +164,7 @@ class Memory:
     weights = jnp.moveaxis(weights, -1, 0)
     first = jax.tree.map(lambda x: x[0], memories)
     out = jax.eval_shape(self.read, params, first, q)
-    zero = jnp.zeros(out.shape, jnp.float32)
+    zero = sharding.zeros_at_tokens(q, out.shape[-1])
     return jax.lax.scan(jax.checkpoint(add), zero, (memories, weights))[0]
 
   def read_selected(
@@ -178,10 +178,10 @@ class Memory:
   ) -> Float[Array, "b t n v"]:
     """Like `read_many`, of a few memories per token, -1 for none.
 
-    `in_tiles` does it by `read`: a function of q, memories, index, weights.
+    `in_tiles` does it by `read`: a function of params, q, memories, index and
+    weights.
     """
-    del params
-    return in_tiles(q, memories, index, weights)
+    return in_tiles(params, q, memories, index, weights)
 
   def scans_segments(self, tokens: Tokens, carried: int) -> bool:
     """Whether `scan_segments` takes such tokens [b g c ...], and is faster.
@@ -306,6 +306,10 @@ def select_rows(rows: Bool[Array, " b"], yes: State, no: State) -> State:
   """Takes `yes` in the rows that are True, else `no`."""
 
   def select(a, b):
-    return jnp.where(rows.reshape((-1,) + (1,) * (a.ndim - 1)), a, b)
+    # Some may come from nothing, and be nowhere yet.
+    a = sharding.rows_like(a, b)
+    b = sharding.rows_like(b, a)
+    which = sharding.rows_like(rows, a)
+    return jnp.where(which.reshape((-1,) + (1,) * (a.ndim - 1)), a, b)
 
   return jax.tree.map(select, yes, no)

@@ -12,6 +12,7 @@ from memcache_jax.array_typing import Array, Float, Params, PRNGKeyArray, State
 from memcache_jax.memories._base import Gate, HeadShape, Tokens, check_tokens
 from memcache_jax.memories._matrix import MatrixMemory
 from memcache_jax.ops import _checks
+from memcache_jax.ops._dispatch import of_op
 from memcache_jax.ops.delta_rule import delta_rule
 from memcache_jax.ops.diagonal_delta_rule import diagonal_delta_rule
 
@@ -63,7 +64,7 @@ class _DeltaMemory(MatrixMemory):
         "mask": tokens.mask,
         "starts": tokens.starts,
         "chunk_size": self.chunk_size,
-        "implementation": self.implementation,
+        "implementation": of_op(self.implementation),
       },
     )
 

@@ -13,6 +13,7 @@ from memcache_jax.array_typing import Array, Bool, Float, Gates, Params, State
 from memcache_jax.memories._base import Gate, HeadShape, Tokens, check_tokens
 from memcache_jax.memories._matrix import MatrixMemory
 from memcache_jax.ops import LinearAttentionState, _checks
+from memcache_jax.ops._dispatch import of_op
 from memcache_jax.ops.cached_linear_attention import has_kernel
 
 
@@ -65,7 +66,7 @@ class _LinearMemory(MatrixMemory):
       mask=tokens.mask,
       starts=tokens.starts,
       chunk_size=self.chunk_size,
-      implementation=self.implementation,
+      implementation=of_op(self.implementation),
     )
 
   def _gates_of(self, tokens):

@@ -1,5 +1,6 @@
 """What memories that are a matrix per head have in common."""
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
@@ -10,7 +11,7 @@ from memcache_jax import ops
 from memcache_jax.array_typing import Array, Float, Gates, Int, Params, State
 from memcache_jax.memories._base import Memory, Tokens
 from memcache_jax.ops import _checks
-from memcache_jax.ops._dispatch import Implementation
+from memcache_jax.ops._dispatch import Implementation, of_op
 from memcache_jax.ops.cache_read import selected_read
 
 
@@ -20,7 +21,9 @@ class MatrixMemory(Memory):
 
   Attributes:
     chunk_size: tokens computed in parallel; changes speed only.
-    implementation: of the op, None for the fastest.
+    implementation: of its ops: "reference", "xla", a kernel for those that
+      have it, or None for the fastest. Where kernels may run there is a first
+      derivative only, in reverse; "xla" has all.
   """
 
   chunk_size: int = 64
@@ -58,7 +61,8 @@ class MatrixMemory(Memory):
   ) -> Float[Array, "b t n v"]:
     del params
     return ops.cache_read(
-      q, memories, weights, implementation=self.implementation
+      *(q, memories, weights),
+      implementation=of_op(self.implementation, "mosaic_tpu"),
     )
 
   def read_selected(
@@ -73,6 +77,7 @@ class MatrixMemory(Memory):
     del params
     return selected_read(
       *(q, memories, index, weights),
-      xla=in_tiles,
-      implementation=self.implementation,
+      # Reading a matrix takes no parameters, and none may hide in there.
+      xla=functools.partial(in_tiles, {}),
+      implementation=of_op(self.implementation, "mosaic_tpu"),
     )

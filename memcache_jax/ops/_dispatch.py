@@ -11,13 +11,18 @@ from types import ModuleType
 from typing import Any, Literal, TypeAlias
 
 import jax
+import jax.numpy as jnp
+
+from memcache_jax import sharding
+from memcache_jax.array_typing import Array
 
 Implementation: TypeAlias = Literal["reference", "xla", "mosaic_tpu", "triton"]
 Choice: TypeAlias = Literal[
   "reference", "xla", "mosaic_tpu", "triton", "by_platform"
 ]
 
-_NAMES = ("reference", "xla", "mosaic_tpu", "triton")
+_KERNELS = ("mosaic_tpu", "triton")
+_NAMES = ("reference", "xla", *_KERNELS)
 # Kernels that run where nobody chooses, and the platform of each. Not those for
 # GPUs: they have been run on none, and need more shared memory than small ones
 # have, which is not known when a program is lowered.
@@ -98,9 +103,100 @@ def run(
   return xla(*args) if kernel is None else kernel(*args)
 
 
-def kernels_installed() -> bool:
-  """Whether there are kernels; a checkout that is not installed has none."""
-  return importlib.util.find_spec("memcache_jax.pallas_kernels") is not None
+def run_spread(
+  op: str,
+  choice: Choice,
+  xla: Callable[..., Array],
+  kernels: Mapping[str, Callable[..., Array]],
+  gradients: Mapping[str, Callable[..., tuple[Any, ...]]] | None,
+  inputs: tuple[Any, ...],
+  axes: tuple[Any, ...],
+  output_axes: str,
+) -> Array:
+  """`run` on every device's own rows and heads, with a gradient.
+
+  There is a first derivative only: a kernel has no more, and which one runs is
+  known when the program is lowered.
+
+  Args:
+    op: its name.
+    choice: what `resolve` returned.
+    xla: what runs where no kernel does; of the inputs, and nothing else that
+      is traced.
+    kernels: by name, of the inputs.
+    gradients: by name, of the inputs and the gradient of the output; those of
+      all inputs, None for one of integers. None: the XLA form's everywhere.
+    inputs: trees of arrays.
+    axes: letters of their axes.
+    output_axes: of the output.
+  """
+
+  def forward(*inputs):
+    one = lambda *inputs: run(choice, xla, kernels, *inputs)
+    spread = lambda *inputs: sharding.over_batch_and_heads(
+      one, inputs, axes, output_axes
+    )
+    return first_order(op, spread, *inputs), inputs
+
+  def xla_gradient(*args):
+    *inputs, gradient = args
+    floats = [i for i, x in enumerate(inputs) if _is_floating(x)]
+
+    def of_floats(*values):
+      now = list(inputs)
+      for i, value in zip(floats, values, strict=True):
+        now[i] = value
+      return xla(*now)
+
+    pull = jax.vjp(of_floats, *(inputs[i] for i in floats))[1]
+    return pull(gradient)
+
+  def backward(inputs, gradient):
+    floats = [i for i, x in enumerate(inputs) if _is_floating(x)]
+    rules = gradients
+    if rules is None:
+      # Not on devices' own rows: what the rows share is summed over them all.
+      found = first_order(op, xla_gradient, *inputs, gradient)
+    else:
+      one = lambda *args: run(choice, xla_gradient, rules, *args)
+      spread = lambda *args: sharding.over_batch_and_heads(
+        one, args, (*axes, output_axes), tuple(axes[i] for i in floats)
+      )
+      found = first_order(op, spread, *inputs, gradient)
+    everything = [None] * len(inputs)
+    for i, x in zip(floats, found, strict=True):
+      everything[i] = x
+    return tuple(everything)
+
+  call = jax.custom_vjp(lambda *inputs: forward(*inputs)[0])
+  call.defvjp(forward, backward)
+  return call(*inputs)
+
+
+def _is_floating(tree):
+  return all(
+    jnp.issubdtype(x.dtype, jnp.floating) for x in jax.tree.leaves(tree)
+  )
+
+
+def of_op(
+  implementation: Implementation | None, *kernels: str
+) -> Implementation | None:
+  """What the choice for a memory means for one of the ops it is made of.
+
+  Args:
+    implementation: of the memory.
+    *kernels: those that the op has; another one is left to ``None``.
+  """
+  other = implementation in _KERNELS and implementation not in kernels
+  return None if other else implementation
+
+
+def why_not_installed() -> str | None:
+  """Why no kernel can run at all, as in a bare checkout; None if they can."""
+  if importlib.util.find_spec("memcache_jax.pallas_kernels") is None:
+    return "memcache_jax.pallas_kernels is not installed"
+  return None
 
 
 def kernel_module(name: str) -> ModuleType:

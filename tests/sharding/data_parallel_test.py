@@ -8,7 +8,7 @@ from flax import nnx
 
 from memcache_jax.caching import Cached, Constant, GatedResidual
 from memcache_jax.layers import MemoryMixer
-from memcache_jax.memories import DecayedLinear, SlidingWindowLinear
+from memcache_jax.memories import DecayedLinear, SlidingWindowLinear, Titans
 from memcache_jax.testing import assert_close
 
 # Heads wide enough for the kernels, which a CPU does not take.
@@ -40,8 +40,9 @@ def _step(mixer):
     DecayedLinear(),
     Cached(DecayedLinear(), Constant(16), GatedResidual()),
     Cached(SlidingWindowLinear(), Constant(16), write_mode="checkpoint"),
+    Cached(Titans(), Constant(16), GatedResidual()),
   ],
-  ids=("plain", "independent", "checkpoint"),
+  ids=("plain", "independent", "checkpoint", "networks"),
 )
 def test_batch_over_eight_devices(memory, axis_type):
   assert jax.device_count() == 8

@@ -1,11 +1,7 @@
 """`cache_read`: checks, gradient, choice of implementation."""
 
 import functools
-from dataclasses import dataclass
 
-import jax
-
-from memcache_jax import sharding
 from memcache_jax.array_typing import Array, Float
 from memcache_jax.ops import _checks, _dispatch
 from memcache_jax.ops.cache_read import _chunked, _kernels, _reference
@@ -43,7 +39,8 @@ def cache_read(
   Raises:
     ValueError: when shapes or dtypes do not fit together.
     NotImplementedError: when the chosen implementation cannot take the call;
-      on second derivatives, where it may run as a kernel.
+      on derivatives other than a first one in reverse, where it may run as a
+      kernel: those are for "xla".
 
   Example:
     >>> import jax.numpy as jnp
@@ -72,63 +69,13 @@ def cache_read(
     return _reference.cache_read(q, states, weights)
   if choice == "xla":
     return _chunked.cache_read(q, states, weights, chunk_size)
-  return _by_kernel(_Options(chunk_size, choice), q, states, weights)
-
-
-@dataclass(frozen=True)
-class _Options:
-  """What is known without the arrays."""
-
-  chunk_size: int
-  choice: _dispatch.Choice
-
-
-# Axes of what goes in and comes out, for devices that hold a part of it.
-_AXES = ("b t n k", "b s n k v", "b t n s")
-_OUTPUT_AXES = "b t n v"
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _by_kernel(options, q, states, weights):
-  return _forward(options, q, states, weights)[0]
-
-
-def _forward(options, q, states, weights):
-  def forward(q, states, weights):
-    return _dispatch.run(
-      options.choice,
-      lambda q, states, weights: _chunked.cache_read(
-        q, states, weights, options.chunk_size
-      ),
-      {"mosaic_tpu": _kernels.mosaic_tpu},
-      *(q, states, weights),
-    )
-
-  def spread(*inputs):
-    return sharding.over_batch_and_heads(forward, inputs, _AXES, _OUTPUT_AXES)
-
-  inputs = q, states, weights
-  return _dispatch.first_order(_NAME, spread, *inputs), inputs
-
-
-def _backward(options, inputs, gradient):
-  def xla(q, states, weights, gradient):
-    forward = lambda q, states, weights: _chunked.cache_read(
-      q, states, weights, options.chunk_size
-    )
-    return jax.vjp(forward, q, states, weights)[1](gradient)
-
-  def backward(*args):
-    return _dispatch.run(
-      options.choice, xla, {"mosaic_tpu": _kernels.mosaic_tpu_vjp}, *args
-    )
-
-  def spread(*args):
-    return sharding.over_batch_and_heads(
-      backward, args, (*_AXES, _OUTPUT_AXES), _AXES
-    )
-
-  return _dispatch.first_order(_NAME, spread, *inputs, gradient)
-
-
-_by_kernel.defvjp(_forward, _backward)
+  return _dispatch.run_spread(
+    _NAME,
+    choice,
+    functools.partial(_chunked.cache_read, chunk_size=chunk_size),
+    {"mosaic_tpu": _kernels.mosaic_tpu},
+    {"mosaic_tpu": _kernels.mosaic_tpu_vjp},
+    (q, states, weights),
+    ("b t n k", "b s n k v", "b t n s"),
+    "b t n v",
+  )

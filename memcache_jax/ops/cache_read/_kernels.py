@@ -11,8 +11,8 @@ def why_not(
   q: Float[Array, "b t n k"], states: Float[Array, "b s n k v"]
 ) -> str | None:
   """Why the kernels cannot take a call; None if they can."""
-  if not _dispatch.kernels_installed():
-    return "memcache_jax.pallas_kernels is not installed"
+  if (reason := _dispatch.why_not_installed()) is not None:
+    return reason
   module = _dispatch.kernel_module("cache_read.config")
   return module.supports(_call(module, q, states))
 

@@ -1,15 +1,10 @@
-"""`selected_read`: gradient and choice of implementation."""
+"""`selected_read`: checks and choice of implementation."""
 
-import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TypeAlias
 
-import jax
-
-from memcache_jax import sharding
 from memcache_jax.array_typing import Array, Float, Int
-from memcache_jax.ops import _dispatch
+from memcache_jax.ops import _checks, _dispatch
 from memcache_jax.ops.cache_read import _selected_kernels
 
 Read: TypeAlias = Callable[..., Float[Array, "b t n v"]]
@@ -38,17 +33,30 @@ def selected_read(
     states: stored memories, float32.
     index: which of them each token reads, without repetition; -1 for none.
     weights: the gate of each.
-    xla: the same of these four arrays, where no kernel runs.
-    implementation: "mosaic_tpu", None for the fastest on the platform the
-      program is compiled for, or any other for `xla`.
+    xla: the same of these four arrays, where no kernel runs; it must not hold
+      any that is traced.
+    implementation: "mosaic_tpu", "xla" and "reference" for `xla`, or None for
+      the fastest on the platform the program is compiled for.
 
   Returns:
     y in float32.
 
   Raises:
+    ValueError: when shapes or dtypes do not fit together.
     NotImplementedError: when the chosen implementation cannot take the call;
-      on second derivatives, where it may run as a kernel.
+      on derivatives other than a first one in reverse, where it may run as a
+      kernel: those are for "xla".
   """
+  _checks.check_shapes(
+    {
+      "q": (q, "b t n k"),
+      "states": (states, "b s n k v"),
+      "index": (index, "b t n r"),
+      "weights": (weights, "b t n r"),
+    }
+  )
+  _checks.check_floating(q=q, states=states, weights=weights)
+  _checks.check_integers(index=index)
   why_not = None
   if implementation in (None, "mosaic_tpu"):
     why_not = _selected_kernels.why_not(q, states, index)
@@ -58,66 +66,13 @@ def selected_read(
   choice = _dispatch.resolve(_NAME, implementation, {"mosaic_tpu": why_not})
   if choice in ("reference", "xla"):
     return xla(q, states, index, weights)
-  return _by_kernel(_Options(xla, choice), q, states, index, weights)
-
-
-@dataclass(frozen=True)
-class _Options:
-  """What is known without the arrays."""
-
-  xla: Read
-  choice: _dispatch.Choice
-
-
-# Axes of what goes in and comes out, for devices that hold a part of it.
-_AXES = ("b t n k", "b s n k v", "b t n r", "b t n r")
-_OUTPUT_AXES = "b t n v"
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _by_kernel(options, q, states, index, weights):
-  return _forward(options, q, states, index, weights)[0]
-
-
-def _forward(options, q, states, index, weights):
-  def forward(*inputs):
-    return _dispatch.run(
-      options.choice,
-      options.xla,
-      {"mosaic_tpu": _selected_kernels.mosaic_tpu},
-      *inputs,
-    )
-
-  def spread(*inputs):
-    return sharding.over_batch_and_heads(forward, inputs, _AXES, _OUTPUT_AXES)
-
-  inputs = q, states, index, weights
-  return _dispatch.first_order(_NAME, spread, *inputs), inputs
-
-
-def _backward(options, inputs, gradient):
-  def xla(q, states, index, weights, gradient):
-    forward = lambda q, states, weights: options.xla(q, states, index, weights)
-    return jax.vjp(forward, q, states, weights)[1](gradient)
-
-  def backward(*args):
-    return _dispatch.run(
-      options.choice,
-      xla,
-      {"mosaic_tpu": _selected_kernels.mosaic_tpu_vjp},
-      *args,
-    )
-
-  def spread(*args):
-    q, states, _, weights = _AXES
-    return sharding.over_batch_and_heads(
-      backward, args, (*_AXES, _OUTPUT_AXES), (q, states, weights)
-    )
-
-  d_q, d_states, d_weights = _dispatch.first_order(
-    _NAME, spread, *inputs, gradient
+  return _dispatch.run_spread(
+    _NAME,
+    choice,
+    xla,
+    {"mosaic_tpu": _selected_kernels.mosaic_tpu},
+    {"mosaic_tpu": _selected_kernels.mosaic_tpu_vjp},
+    (q, states, index, weights),
+    ("b t n k", "b s n k v", "b t n r", "b t n r"),
+    "b t n v",
   )
-  return d_q, d_states, None, d_weights
-
-
-_by_kernel.defvjp(_forward, _backward)

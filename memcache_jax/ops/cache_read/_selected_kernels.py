@@ -17,8 +17,8 @@ def why_not(
   index: Int[Array, "b t n r"],
 ) -> str | None:
   """Why the kernels cannot take a call; None if they can."""
-  if not _dispatch.kernels_installed():
-    return "memcache_jax.pallas_kernels is not installed"
+  if (reason := _dispatch.why_not_installed()) is not None:
+    return reason
   module = _dispatch.kernel_module("cache_read.config")
   return module.selected_supports(_call(module, q, states, index))
 

@@ -48,8 +48,7 @@ def has_kernel(
 
 def why_not(**sizes) -> dict[str, str | None]:
   """Why kernels cannot take a call of such sizes; None for those that can."""
-  if not _dispatch.kernels_installed():
-    reason = "memcache_jax.pallas_kernels is not installed"
+  if (reason := _dispatch.why_not_installed()) is not None:
     return dict.fromkeys(("mosaic_tpu", "triton"), reason)
   config = _kernel_config()
   call = config.Call(**sizes)

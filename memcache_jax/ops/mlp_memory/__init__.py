@@ -3,6 +3,7 @@
 from memcache_jax.ops.mlp_memory._api import mlp_memory
 from memcache_jax.ops.mlp_memory._architecture import (
   MLP,
+  AffineShape,
   Architecture,
   GatedMLP,
   apply_architecture,
@@ -27,6 +28,7 @@ from memcache_jax.ops.mlp_memory._state import (
 __all__ = [
   "L2",
   "MLP",
+  "AffineShape",
   "Architecture",
   "Closing",
   "Dot",

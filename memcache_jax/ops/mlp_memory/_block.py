@@ -5,6 +5,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from memcache_jax import sharding
 from memcache_jax.array_typing import Array, Bool, Float, Params
 from memcache_jax.ops.mlp_memory._architecture import apply_affine
 from memcache_jax.ops.mlp_memory._coefficients import Coefficients
@@ -102,7 +103,7 @@ def _gradients(rule, static, weights, written, dtype):
   maps = rule.architecture.affine_maps(written.k.shape[-1], written.v.shape[-1])
   k, v = written.k.astype(jnp.float32), written.v.astype(jnp.float32)
   zeros = {
-    name: jnp.zeros((*k.shape[:-1], size.out_dim), jnp.float32)
+    name: sharding.zeros_at_tokens(k, size.out_dim)
     for name, size in maps.items()
   }
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from memcache_jax import sharding, token_layout
 from memcache_jax.array_typing import Array, Bool, Float, Params
 from memcache_jax.ops.mlp_memory import _grid
 from memcache_jax.ops.mlp_memory._block import Blocks, Carry, run_block
@@ -89,10 +90,11 @@ def _aligned(rule, inputs, state, mask, starts, num_blocks, run):
   b, t = inputs.q.shape[:2]
   mask = jnp.ones((b, t), bool) if mask is None else mask
   starts = jnp.zeros((b, t), bool) if starts is None else starts
+  mask, starts = sharding.rows_like((mask, starts), inputs.q)
   plan = _grid.aligned(rule, inputs, state, mask, starts, num_blocks)
   carry, y = run(_carry(state), plan.blocks)
-  row = jnp.arange(b)[:, None]
-  y = jnp.where(mask[..., None, None], y[row, plan.target], 0.0)
+  y = token_layout.take_tokens(y, plan.target)
+  y = jnp.where(mask[..., None, None], y, 0.0)
   state = _state(carry, plan.tail, plan.position)
 
   def spoil(x):  # rows for which there was no room

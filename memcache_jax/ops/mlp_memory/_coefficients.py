@@ -74,7 +74,7 @@ def recur(
     ages: tokens of the document before each; None where there is no window.
   """
   rows = _band(step, ages)
-  ones = jnp.ones(rows.shape[:-2], jnp.float32)
+  ones = jnp.ones_like(rows[..., 0, 0])
   zeros = jnp.zeros_like(rows[..., 0, :])
   has_momentum = momentum is not None
   first = Coefficients(

@@ -12,11 +12,10 @@ def put_tail(
   offset: Int[Array, " b"],
 ) -> Shaped[Array, "b w_and_t ..."]:
   """Puts the tail before the first token: [b t ...] to [b w+t ...]."""
-  b, width = tail.shape[:2]
+  width = tail.shape[1]
   room = jnp.pad(flat, [(0, 0), (width, 0)] + [(0, 0)] * (flat.ndim - 2))
   index = offset[:, None] + jnp.arange(width, dtype=jnp.int32)[None]
-  row = jnp.arange(b)[:, None]
-  return room.at[row, index].set(tail.astype(flat.dtype))
+  return token_layout.put_rows(room, index, tail.astype(flat.dtype))
 
 
 def take_tail(

@@ -10,10 +10,12 @@ from einops import rearrange
 
 from memcache_jax import sharding
 from memcache_jax.array_typing import Array, Float, Params
-from memcache_jax.ops import _dispatch
+from memcache_jax.ops import _checks, _dispatch
 from memcache_jax.ops.mlp_memory._architecture import (
+  MLP,
   AffineShape,
   Architecture,
+  GatedMLP,
   apply_architecture,
   bias_name,
   static_names,
@@ -44,16 +46,43 @@ def read_networks(
     memories: stored weights, leaves [b s n ...].
     q: queries; float32 or bfloat16.
     weights: gate of every token for every stored network.
-    implementation: "mosaic_tpu", None for the fastest on the platform the
-      program is compiled for, or any other for a scan over the networks.
+    implementation: "mosaic_tpu", for networks of this library; "xla" and
+      "reference" for a scan over the networks; or None for the fastest on the
+      platform the program is compiled for.
 
   Returns:
     y in float32.
 
   Raises:
+    ValueError: when shapes do not fit together.
     NotImplementedError: when the chosen implementation cannot take the call;
-      on second derivatives, where it may run as a kernel.
+      on derivatives other than a first one in reverse, where it may run as a
+      kernel: those are for "xla".
+
+  Example:
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> from memcache_jax.ops.mlp_memory import MLP, read_networks
+    >>> net = MLP.matrix()
+    >>> memories = {"w": jnp.stack([jnp.eye(2), 3 * jnp.eye(2)])[None, :, None]}
+    >>> q, weights = jnp.ones((1, 1, 1, 2)), jnp.full((1, 1, 1, 2), 0.5)
+    >>> read_networks(net, {}, memories, q, weights).tolist()
+    [[[[2.0, 2.0]]]]
   """
+  _checks.check_shapes(
+    {
+      "q": (q, "b t n k"),
+      "weights": (weights, "b t n s"),
+      **{
+        f"memories[{name!r}]": (
+          x,
+          f"b s n {name}_in {name}_out" if x.ndim == 5 else f"b s n {name}",
+        )
+        for name, x in memories.items()
+      },
+    }
+  )
+  _checks.check_floating(q=q, weights=weights, **memories)
   static = {name: params[name] for name in static_names(architecture)}
   network = _network(architecture, q, memories, static)
   if implementation is None and q.shape[1] == 1:
@@ -64,7 +93,16 @@ def read_networks(
   choice = _dispatch.resolve(_NAME, implementation, {"mosaic_tpu": why_not})
   if choice in ("reference", "xla"):
     return _one_by_one(network, q, memories, weights, static)
-  return _by_kernel(_Options(network, choice), q, memories, weights, static)
+  return _dispatch.run_spread(
+    _NAME,
+    choice,
+    functools.partial(_one_by_one, network),
+    {"mosaic_tpu": functools.partial(_mosaic_tpu, network)},
+    None,
+    (q, memories, weights, static),
+    _axes(memories, static),
+    "b t n v",
+  )
 
 
 @dataclass(frozen=True)
@@ -94,53 +132,11 @@ def _one_by_one(network, q, memories, weights, static):
 
   memories = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), memories)
   inputs = (memories, jnp.moveaxis(weights, -1, 0))
-  zero = jnp.zeros((*q.shape[:3], network.value_dim), jnp.float32)
+  zero = sharding.zeros_at_tokens(q, network.value_dim)
   return jax.lax.scan(jax.checkpoint(add), zero, inputs)[0]
 
 
-@dataclass(frozen=True)
-class _Options:
-  """What is known without the arrays."""
-
-  network: _Network
-  choice: _dispatch.Choice
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _by_kernel(options, q, memories, weights, static):
-  return _forward(options, q, memories, weights, static)[0]
-
-
-def _forward(options, *inputs):
-  def forward(*inputs):
-    return _dispatch.run(
-      options.choice,
-      functools.partial(_one_by_one, options.network),
-      {"mosaic_tpu": functools.partial(_mosaic_tpu, options.network)},
-      *inputs,
-    )
-
-  def spread(*inputs):
-    axes = _axes(*inputs)
-    return sharding.over_batch_and_heads(forward, inputs, axes, "b t n v")
-
-  return _dispatch.first_order(_NAME, spread, *inputs), inputs
-
-
-def _backward(options, inputs, gradient):
-  def backward(*args):
-    *inputs, gradient = args
-    read = functools.partial(_one_by_one, options.network)
-    return jax.vjp(read, *inputs)[1](gradient)
-
-  return _dispatch.first_order(_NAME, backward, *inputs, gradient)
-
-
-_by_kernel.defvjp(_forward, _backward)
-
-
-def _axes(q, memories, weights, static):
-  del q, weights
+def _axes(memories, static):
   stored = {
     name: "b s n i o" if x.ndim == 5 else "b s n o"
     for name, x in memories.items()
@@ -149,8 +145,10 @@ def _axes(q, memories, weights, static):
 
 
 def _why_not(network, q, weights):
-  if not _dispatch.kernels_installed():
-    return "memcache_jax.pallas_kernels is not installed"
+  if (reason := _dispatch.why_not_installed()) is not None:
+    return reason
+  if type(network.architecture) not in (MLP, GatedMLP):
+    return "a network of one's own may do what a kernel cannot"
   module = _dispatch.kernel_module("mlp_memory.config")
   return module.supports(_call(module, network, q, weights))
 
