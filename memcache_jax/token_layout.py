@@ -226,6 +226,19 @@ def put_rows(
   return put(x, index, sharding.rows_like(new, index))
 
 
+def select_rows(
+  rows: Bool[Array, " b"],
+  yes: PyTree[Shaped[Array, "b ..."]],
+  no: PyTree[Shaped[Array, "b ..."]],
+) -> PyTree[Shaped[Array, "b ..."]]:
+  """Takes `yes` in the rows that are True, else `no`."""
+
+  def select(a, b):
+    return jnp.where(rows.reshape((-1,) + (1,) * (a.ndim - 1)), a, b)
+
+  return jax.tree.map(select, yes, no)
+
+
 def zero_masked(
   tree: PyTree[Shaped[Array, "b t ..."]], mask: Bool[Array, "b t"]
 ) -> PyTree[Shaped[Array, "b t ..."]]:
