@@ -226,6 +226,23 @@ def put_rows(
   return put(x, index, sharding.rows_like(new, index))
 
 
+def select_rows(
+  rows: Bool[Array, " b"],
+  yes: PyTree[Shaped[Array, "b ..."]],
+  no: PyTree[Shaped[Array, "b ..."]],
+) -> PyTree[Shaped[Array, "b ..."]]:
+  """Takes `yes` in the rows that are True, else `no`."""
+
+  def select(a, b):
+    # Some may come from nothing, and be nowhere yet.
+    a = sharding.rows_like(a, b)
+    b = sharding.rows_like(b, a)
+    which = sharding.rows_like(rows, a)
+    return jnp.where(which.reshape((-1,) + (1,) * (a.ndim - 1)), a, b)
+
+  return jax.tree.map(select, yes, no)
+
+
 def zero_masked(
   tree: PyTree[Shaped[Array, "b t ..."]], mask: Bool[Array, "b t"]
 ) -> PyTree[Shaped[Array, "b t ..."]]:

@@ -61,7 +61,5 @@ def pytest_collection_modifyitems(
 
 
 def _can_run(item: pytest.Item) -> bool:
-  if item.get_closest_marker("device") and jax.default_backend() == "cpu":
-    return False
   modules = (m for mark in item.iter_markers("aot") for m in mark.args)
   return all(importlib.util.find_spec(module) for module in modules)

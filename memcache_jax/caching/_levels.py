@@ -12,7 +12,6 @@ import jax.numpy as jnp
 from memcache_jax import token_layout
 from memcache_jax.array_typing import Array, Float, State
 from memcache_jax.caching._segments import block_level
-from memcache_jax.memories._base import select_rows
 
 
 class Levels(NamedTuple):
@@ -65,7 +64,7 @@ def write(memory, params, levels, tokens, index, begins, total, initial):
     return Levels(None, pools)
 
   def one(state, anew):
-    state = select_rows(anew, initial, state)
+    state = token_layout.select_rows(anew, initial, state)
     return memory.scan(params, state, tokens)[1]
 
   states = jax.vmap(one, in_axes=1, out_axes=1)(levels.states, anew)

@@ -9,7 +9,6 @@ from memcache_jax import token_layout
 from memcache_jax.array_typing import Array, Bool, Float, Int, State
 from memcache_jax.caching._levels import Levels
 from memcache_jax.caching._state import CacheState
-from memcache_jax.memories._base import select_rows
 
 
 class CallSegments(NamedTuple):
@@ -56,7 +55,7 @@ def advance(cached, params, state, tokens, layout, segments, written):
   online = written.online
   if cached.write_mode == "independent":
     initial = cached.memory.init_state(params, tokens.head_shape, b)
-    online = select_rows(done, initial, online)
+    online = token_layout.select_rows(done, initial, online)
   running = (~done).astype(jnp.int32)
   pool = take_block(segments.total, last)
   new_state = CacheState(

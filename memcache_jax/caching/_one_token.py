@@ -10,7 +10,7 @@ from memcache_jax.caching import _levels, _router
 from memcache_jax.caching._segments import block_level
 from memcache_jax.caching._sparse_read import read_selected
 from memcache_jax.caching._weights import mix
-from memcache_jax.memories._base import Tokens, select_rows
+from memcache_jax.memories._base import Tokens
 
 
 def run(cached, params, state, tokens):
@@ -27,7 +27,7 @@ def run(cached, params, state, tokens):
     tokens = replace(tokens, q=q, k=k, v=v, gates=gates)
   if tokens.starts is not None:
     empty = cached.empty_state(params, tokens.head_shape, b, slots)
-    state = select_rows((tokens.starts & mask)[:, 0], empty, state)
+    state = token_layout.select_rows((tokens.starts & mask)[:, 0], empty, state)
   pool = state.pool + tokens.k[:, 0].astype(jnp.float32)
   position = state.position + mask[:, 0].astype(jnp.int32)
   own_key = _router.pooled(cached.aggregate, pool, position)
@@ -155,7 +155,7 @@ def _open(cached, params, state, done, shape):
   online = state.online
   if cached.write_mode == "independent":
     initial = cached.memory.init_state(params, shape, done.shape[0])
-    online = select_rows(done, initial, online)
+    online = token_layout.select_rows(done, initial, online)
   return state._replace(
     online=online,
     pool=jnp.where(done[:, None, None], 0.0, state.pool),

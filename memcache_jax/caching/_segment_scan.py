@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from einops import rearrange
 
-from memcache_jax import sharding
+from memcache_jax import sharding, token_layout
 from memcache_jax.caching import (
   _layout,
   _levels,
@@ -17,7 +17,7 @@ from memcache_jax.caching._next_state import CallSegments, Written
 from memcache_jax.caching._one_token import memory_tokens
 from memcache_jax.caching._segments import block_level
 from memcache_jax.caching._weights import stored_memories, weigh
-from memcache_jax.memories._base import HeadShape, Tokens, select_rows
+from memcache_jax.memories._base import HeadShape, Tokens
 
 # Tokens of a call only read memories of earlier segments. The segments are cut
 # into up to 4 bands, each reading no further than its own last segment: that
@@ -146,7 +146,7 @@ def _write(cached, params, state, layout, tokens):
 
   def segment(carry, inputs):
     tokens, fresh = inputs
-    carry = select_rows(fresh, initial, carry)
+    carry = token_layout.select_rows(fresh, initial, carry)
     y, end = memory.scan(params, carry, tokens)
     return end, (y, carry, memory.snapshot(end))
 
@@ -165,7 +165,7 @@ def _write_independent(memory, params, state, layout, tokens, initial):
   if state is not None:
     first = state.online
     if layout.fresh is not None:
-      first = select_rows(layout.fresh[:, 0], initial, first)
+      first = token_layout.select_rows(layout.fresh[:, 0], initial, first)
     start = jax.tree.map(
       lambda x, y: (
         jnp.broadcast_to(x[:, None], (b, g, *x.shape[1:])).at[:, 0].set(y)

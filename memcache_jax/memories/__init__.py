@@ -1,12 +1,6 @@
 """Memories: rules for writing keys and values into a state and reading it."""
 
-from memcache_jax.memories._base import (
-  Gate,
-  HeadShape,
-  Memory,
-  Tokens,
-  scan_tokens,
-)
+from memcache_jax.memories._base import Gate, HeadShape, Memory, Tokens
 from memcache_jax.memories._cell import Cell
 from memcache_jax.memories._deep import (
   TTTMLP,
@@ -34,6 +28,7 @@ from memcache_jax.memories._miras_parts import (
   Retention,
   default_step_scale,
 )
+from memcache_jax.memories._scan_tokens import scan_tokens
 from memcache_jax.memories._watch import Watched, watch
 
 __all__ = [

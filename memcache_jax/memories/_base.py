@@ -6,7 +6,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from memcache_jax import sharding, token_layout
+from memcache_jax import sharding
 from memcache_jax.array_typing import (
   Array,
   Bool,
@@ -18,9 +18,12 @@ from memcache_jax.array_typing import (
   State,
 )
 from memcache_jax.memories._gate import Gate, HeadShape
-from memcache_jax.memories._own import check_own
+from memcache_jax.memories._scan_tokens import scan_tokens
 from memcache_jax.memories._tokens import Tokens, check_tokens
 from memcache_jax.ops import _checks
+
+# All that caching knows of memories.
+__all__ = ["Gate", "HeadShape", "Memory", "Tokens", "check_tokens"]
 
 
 class Memory:
@@ -76,7 +79,7 @@ class Memory:
       shape: sizes of the heads.
       batch: rows.
       max_length: most tokens of one document that the state must have room
-        for. Only memories that grow use it.
+        for. Only memories that grow use it, see `scan`.
     """
     raise _undefined(self, "init_state")
 
@@ -135,6 +138,9 @@ class Memory:
     self, params: Params, state: State | None, tokens: Tokens
   ) -> tuple[Float[Array, "b t n v"], State]:
     """Writes and reads many tokens; each is read after it was written.
+
+    A memory whose states grow with `max_length` must override it, and cannot
+    be cached: a new document needs a state of the size of the one before.
 
     Args:
       params: what `init_params` returned, possibly trained.
@@ -250,66 +256,5 @@ class Memory:
     return scan_tokens(self, params, state, tokens, read)
 
 
-def scan_tokens(
-  memory: Memory,
-  params: Params,
-  state: State | None,
-  tokens: Tokens,
-  read=None,
-) -> tuple[Float[Array, "b t n v"], State]:
-  """The definition of `Memory.scan`: one token at a time.
-
-  Args:
-    memory: the memory.
-    params: its parameters.
-    state: what to start from, or None for a new sequence.
-    tokens: what to write and read.
-    read: how token number `index` reads, given (state, q, index); None reads
-      the online memory.
-  """
-  check_tokens(memory, tokens)
-  b, t = tokens.q.shape[:2]
-  initial = memory.init_state(params, tokens.head_shape, b)
-  initial = sharding.rows_like(initial, tokens.q)
-  state = initial if state is None else state
-  mask = jnp.ones((b, t), bool) if tokens.mask is None else tokens.mask
-  starts = jnp.zeros_like(mask) if tokens.starts is None else tokens.starts
-  q, k, v, gates = token_layout.zero_masked(
-    (tokens.q, tokens.k, tokens.v, dict(tokens.gates)), mask
-  )
-
-  def read_online(state, q, index):
-    del index
-    return memory.read(params, memory.snapshot(state), q)
-
-  check_own(memory, params, initial, q, k, v, gates)
-  read = read_online if read is None else read
-
-  def advance(state, inputs):
-    q, k, v, gates, mask, starts, index = inputs
-    state = select_rows(starts & mask, initial, state)
-    state = select_rows(mask, memory.step(params, state, k, v, gates), state)
-    y = read(state, q[:, None], index)[:, 0]
-    return state, jnp.where(mask[:, None, None], y, 0).astype(v.dtype)
-
-  inputs = (q, k, v, gates, mask, starts)
-  inputs = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), inputs)
-  state, y = jax.lax.scan(advance, state, (*inputs, jnp.arange(t)))
-  return jnp.moveaxis(y, 0, 1), state
-
-
 def _undefined(memory: Memory, method: str) -> NotImplementedError:
   return NotImplementedError(f"{type(memory).__name__} must define `{method}`.")
-
-
-def select_rows(rows: Bool[Array, " b"], yes: State, no: State) -> State:
-  """Takes `yes` in the rows that are True, else `no`."""
-
-  def select(a, b):
-    # Some may come from nothing, and be nowhere yet.
-    a = sharding.rows_like(a, b)
-    b = sharding.rows_like(b, a)
-    which = sharding.rows_like(rows, a)
-    return jnp.where(which.reshape((-1,) + (1,) * (a.ndim - 1)), a, b)
-
-  return jax.tree.map(select, yes, no)

@@ -34,7 +34,7 @@ from memcache_jax.memories._miras_parts import (
   default_step_scale,
 )
 from memcache_jax.ops import _checks
-from memcache_jax.ops._dispatch import Implementation
+from memcache_jax.ops._dispatch import Implementation, of_op
 from memcache_jax.ops.mlp_memory import (
   L2,
   MLP,
@@ -71,13 +71,16 @@ class Miras(Memory):
     retention: what is kept.
     optimizer: how steps are taken.
     inner_batch: tokens whose gradients are taken at the same weights. It
-      defines the model; 1 is the exact online rule.
+      defines the model; 1 is the exact online rule. A multiple of 16 or 32 is
+      fastest; a large prime is slow.
     window: tokens written at each step (the Omega rule).
     step_scale: largest total step of an inner batch: the gate "step" is in
       (0, step_scale / (inner_batch window)). None: `default_step_scale`.
     init_std: of the initial weights; None for 1/sqrt(fan in).
     features: maps keys and queries before the network sees them.
-    implementation: of the op, None for the fastest.
+    implementation: of its ops: "reference", "xla", a kernel for those that
+      have it, or None for the fastest. Where kernels may run there is a first
+      derivative only, in reverse; "xla" has all.
 
   Example:
     >>> from memcache_jax.memories import Miras, Optimizer, Retention
@@ -102,22 +105,14 @@ class Miras(Memory):
 
   def __post_init__(self):
     _checks.check_positive(inner_batch=self.inner_batch, window=self.window)
-    for name, kind in (
-      ("architecture", Architecture),
-      ("loss", InnerLoss),
-      ("retention", Retention),
-      ("optimizer", Optimizer),
-    ):
-      value = getattr(self, name)
-      if not isinstance(value, kind):
-        raise ValueError(
-          f"`{name}` must be an instance of {kind.__name__}: got {value!r}."
-        )
     for name in ("step_scale", "init_std"):
       value = getattr(self, name)
       if value is not None and not value > 0:
         raise ValueError(f"`{name}` must be positive: got {value!r}.")
-    check_composition(self.retention, self.optimizer, self.window)
+    check_composition(
+      *(self.architecture, self.loss, self.retention, self.optimizer),
+      window=self.window,
+    )
 
   @property
   def _closing(self) -> Closing:
@@ -226,16 +221,15 @@ class Miras(Memory):
   ) -> Float[Array, "b t n v"]:
     return read_networks(
       *(self.architecture, params, memories, self._map(params, q), weights),
-      implementation=self.implementation,
+      implementation=of_op(self.implementation, "mosaic_tpu"),
     )
 
   def scan(
-    self,
-    params: Params,
-    state: State | None,
-    tokens: Tokens,
-    mix: Mix | None = None,
+    self, params: Params, state: State | None, tokens: Tokens
   ) -> tuple[Float[Array, "b t n v"], MLPMemoryState]:
+    return self._scan(params, state, tokens, None)
+
+  def _scan(self, params, state, tokens, mix):
     check_tokens(self, tokens)
     gates = tokens.gates
     step, row_scale = gates.get("step"), None
@@ -268,7 +262,7 @@ class Miras(Memory):
       mask=tokens.mask,
       starts=tokens.starts,
       max_unaligned_starts=tokens.max_unaligned_starts,
-      implementation=self.implementation,
+      implementation=of_op(self.implementation),
     )
 
   def scan_soup(
@@ -281,7 +275,7 @@ class Miras(Memory):
     own_weight: Float[Array, "b t n"],
   ) -> tuple[Float[Array, "b t n v"], MLPMemoryState]:
     """See `Memory.scan_soup`; mixes map by map, never a token's parameters."""
-    return self.scan(params, state, tokens, Mix(memories, weights, own_weight))
+    return self._scan(params, state, tokens, Mix(memories, weights, own_weight))
 
   def _network_shape(self, shape: HeadShape) -> HeadShape:
     if self.features is None:

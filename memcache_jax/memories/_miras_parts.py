@@ -77,9 +77,24 @@ class Optimizer:
 
 
 def check_composition(
-  retention: Retention, optimizer: Optimizer, window: int
+  architecture: Architecture,
+  loss: InnerLoss,
+  retention: Retention,
+  optimizer: Optimizer,
+  *,
+  window: int,
 ) -> None:
   """Raises ValueError where parts of a memory do not go together."""
+  for name, part, kind in (
+    ("architecture", architecture, Architecture),
+    ("loss", loss, InnerLoss),
+    ("retention", retention, Retention),
+    ("optimizer", optimizer, Optimizer),
+  ):
+    if not isinstance(part, kind):
+      raise ValueError(
+        f"`{name}` must be an instance of {kind.__name__}: got {part!r}."
+      )
   if optimizer.muon and retention.closing != Closing():
     raise ValueError(
       "`optimizer` with muon needs a `retention` without norm and entropy."

@@ -12,6 +12,7 @@ def check_own(
   memory: Any,
   params: Params,
   initial: State,
+  state: State,
   q: Float[Array, "b t n k"],
   k: Float[Array, "b t n k"],
   v: Float[Array, "b t n v"],
@@ -23,6 +24,7 @@ def check_own(
     memory: it.
     params: its parameters.
     initial: what its `init_state` returned.
+    state: what it starts from.
     q: queries.
     k: keys.
     v: values.
@@ -30,15 +32,13 @@ def check_own(
   """
   name = type(memory).__name__
   b, t = v.shape[:2]
-  for path, leaf in jax.tree_util.tree_leaves_with_path(initial):
-    dtype, shape = jnp.result_type(leaf), jnp.shape(leaf)
-    low = jnp.issubdtype(dtype, jnp.floating) and dtype != jnp.float32
-    if low or shape[:1] != (b,):
-      raise ValueError(
-        f"`init_state` of {name} must return leaves in float32 with {b} rows "
-        f"first: got {dtype} of shape {shape} at "
-        f"'{jax.tree_util.keystr(path)}'."
-      )
+  _check_initial(name, initial, b)
+  if _described(state) != _described(initial):
+    raise ValueError(
+      f"`state` must be like what `init_state` of {name} returns for {t} "
+      f"tokens, {_text(initial)}: got {_text(state)}. A memory whose states "
+      "grow must override `scan`."
+    )
   if t == 0:
     return
 
@@ -49,19 +49,40 @@ def check_own(
   def read(params, state, q):
     return memory.read(params, memory.snapshot(state), q[:, :1])
 
-  describe = lambda tree: jax.tree.map(
-    lambda x: f"{jnp.result_type(x)}{list(jnp.shape(x))}", tree
-  )
-  state = jax.eval_shape(step, params, initial, k, v, gates)
-  if describe(state) != describe(initial):
+  new = jax.eval_shape(step, params, initial, k, v, gates)
+  if _described(new) != _described(initial):
     raise ValueError(
       f"`step` of {name} must return a state like that of `init_state`, "
-      f"{describe(initial)}: got {describe(state)}."
+      f"{_text(initial)}: got {_text(new)}."
     )
   y = jax.eval_shape(read, params, initial, q)
   expected = (b, 1, *v.shape[2:])
   if getattr(y, "shape", None) != expected:
     raise ValueError(
       f"`read` of {name} must return an array of shape {expected} for one "
-      f"query: got {describe(y)}."
+      f"query: got {_text(y)}."
     )
+
+
+def _check_initial(name, initial, b):
+  for path, leaf in jax.tree_util.tree_leaves_with_path(initial):
+    dtype, shape = jnp.result_type(leaf), jnp.shape(leaf)
+    low = jnp.issubdtype(dtype, jnp.floating) and dtype != jnp.float32
+    if low or shape[:1] != (b,):
+      raise ValueError(
+        f"`init_state` of {name} must return leaves in float32 with {b} rows "
+        f"first: got {dtype} of shape {shape} at "
+        f"'{jax.tree_util.keystr(path)}'."
+      )
+
+
+def _described(tree):
+  """What of a tree has to agree: its structure, shapes and dtypes."""
+  leaves, structure = jax.tree.flatten(tree)
+  return structure, [(jnp.shape(x), jnp.result_type(x)) for x in leaves]
+
+
+def _text(tree):
+  structure, leaves = _described(tree)
+  leaves = ", ".join(f"{dtype}{list(shape)}" for shape, dtype in leaves)
+  return f"{structure} of [{leaves}]"

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from memcache_jax import sharding, token_layout
 from memcache_jax.array_typing import Array, Float, Params
-from memcache_jax.memories._base import Memory, Tokens, select_rows
+from memcache_jax.memories._base import Memory, Tokens
 
 
 class Watched(NamedTuple):
@@ -56,7 +56,7 @@ def watch(memory: Memory, params: Params, tokens: Tokens) -> Watched:
 
   def advance(state, inputs):
     (q, k, v, gates), mask, starts = inputs
-    state = select_rows(starts & mask, initial, state)
+    state = token_layout.select_rows(starts & mask, initial, state)
     loss = memory.inner_loss(params, state, k, v, gates)
     one = jax.tree.map(lambda x: x[:, None], (q, k, v, gates, mask))
     state = memory.scan(params, state, Tokens(*one))[1]

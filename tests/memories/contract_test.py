@@ -5,6 +5,7 @@ and document starts are always given, and what changes is their content.
 """
 
 import functools
+import inspect
 from dataclasses import replace
 
 import chex
@@ -15,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memcache_jax.memories import scan_tokens
+from memcache_jax.memories import Memory, scan_tokens
 from memcache_jax.testing import (
   assert_close,
   random_tokens,
@@ -86,6 +87,15 @@ def make(memory, seed=0, length=LENGTH, batch=2, mask=0.3, start=0.15, **kw):
 
 def empty(memory):
   return compiled(memory).empty
+
+
+@every_memory
+def test_methods_take_what_the_protocol_says(memory):
+  methods = inspect.getmembers(Memory, inspect.isfunction)
+  for name, method in methods:
+    if not name.startswith("_"):
+      own = inspect.signature(getattr(type(memory), name))
+      assert list(own.parameters) == list(inspect.signature(method).parameters)
 
 
 @every_memory

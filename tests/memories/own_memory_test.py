@@ -1,13 +1,16 @@
 """A memory of one's own that does not fit together is named, and how."""
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
+import chex
+import jax
 import jax.numpy as jnp
 import pytest
 
 from memcache_jax.caching import Cached, Constant
 from memcache_jax.memories import HeadShape, Memory
-from memcache_jax.testing import random_tokens
+from memcache_jax.testing import assert_close, random_tokens
 
 SHAPE = HeadShape(2, 4, 3)
 
@@ -31,6 +34,52 @@ def _broken(method, function):
   return type("Broken", (Sums,), {method: function})()
 
 
+@jax.tree_util.register_pytree_node_class
+class Held:
+  """A state without `__eq__`, which only takes arrays."""
+
+  def __init__(self, sums):
+    if isinstance(sums, str):
+      raise TypeError("A state holds no text.")
+    self.sums = sums
+
+  def tree_flatten(self):
+    return (self.sums,), None
+
+  @classmethod
+  def tree_unflatten(cls, _, leaves):
+    return cls(*leaves)
+
+
+class HoldingSums(Sums):
+  """`Sums`, with its matrix in a class of its own."""
+
+  def init_state(self, params, shape, batch, *, max_length=None):
+    return Held(super().init_state(params, shape, batch))
+
+  def step(self, params, state, k, v, gates):
+    return Held(super().step(params, state.sums, k, v, gates))
+
+  def snapshot(self, state):
+    return state.sums
+
+
+class Pair(NamedTuple):
+  sums: Any
+  count: Any
+
+
+class PairThenTuple(Sums):
+  """A state that `step` returns as a tuple of the same leaves."""
+
+  def init_state(self, params, shape, batch, *, max_length=None):
+    sums = super().init_state(params, shape, batch)
+    return Pair(sums, jnp.zeros((batch,), jnp.int32))
+
+  def step(self, params, state, k, v, gates):
+    return (super().step(params, state[0], k, v, gates), state[1] + 1)
+
+
 BROKEN = {
   "step_of_nothing": (
     _broken("step", lambda self, params, state, k, v, gates: None),
@@ -39,6 +88,18 @@ BROKEN = {
   "step_of_another_dtype": (
     _broken("step", lambda self, p, state, k, v, gates: state.astype("int32")),
     "`step` of Broken must .*int32",
+  ),
+  "step_of_a_tuple": (
+    PairThenTuple(),
+    r"`step` of PairThenTuple must .*Pair.*: got PyTreeDef\(\(",
+  ),
+  "step_of_another_class": (
+    type(
+      "Broken",
+      (HoldingSums,),
+      {"step": lambda self, params, state, k, v, gates: state.sums},
+    )(),
+    "`step` of Broken must return .*Held.*: got ",
   ),
   "state_in_bfloat16": (
     _broken(
@@ -75,6 +136,17 @@ def test_what_does_not_fit_is_named(name, as_a_user):
     memory.scan({}, None, tokens)
 
 
+def test_a_state_of_a_class_without_equality():
+  tokens = random_tokens(Sums(), SHAPE, 3, 5)
+  y, state = HoldingSums().scan({}, None, tokens)
+  want, sums = Sums().scan({}, None, tokens)
+  assert isinstance(state, Held)
+  chex.assert_trees_all_equal((y, state.sums), (want, sums))
+  chex.assert_trees_all_equal(
+    HoldingSums().scan({}, state, tokens)[0], Sums().scan({}, sums, tokens)[0]
+  )
+
+
 def test_a_missing_method_is_named(as_a_user):
   class Empty(Memory):
     pass
@@ -100,14 +172,39 @@ def test_a_state_of_other_heads_is_refused(as_a_user):
     cached.check_state({}, state, SHAPE, 2)
 
 
-def test_a_state_may_be_as_long_as_it_grows():
-  class Growing(Sums):
-    def init_state(self, params, shape, batch, *, max_length=None):
-      return jnp.zeros((batch, max_length, *shape))
+class Growing(Sums):
+  """Keeps a matrix for every token, the newest first."""
 
+  def init_state(self, params, shape, batch, *, max_length=None):
+    return jnp.zeros((batch, max_length, *shape))
+
+  def step(self, params, state, k, v, gates):
+    new = jnp.einsum("bnk,bnv->bnkv", k, v)
+    return jnp.concatenate([new[:, None], state[:, :-1]], axis=1)
+
+  def snapshot(self, state):
+    return jnp.sum(state, axis=1)
+
+
+def test_a_state_may_be_as_long_as_it_grows():
   memory = Growing()
   for length in (1, 7):
     state = memory.init_state({}, SHAPE, 2, max_length=length)
     memory.check_state({}, state, SHAPE, 2)
   with pytest.raises(ValueError, match=r"of shape \(2, any, 2, 4, 3\): got"):
     memory.check_state({}, state[..., :2], SHAPE, 2)
+
+
+def test_a_growing_state_has_room_for_one_call_of_the_default_scan(as_a_user):
+  memory, tokens = Growing(), random_tokens(Sums(), SHAPE, 3, 5)
+  y, _ = memory.scan({}, None, tokens)
+  assert_close(y, Sums().scan({}, None, tokens)[0])
+  state = memory.init_state({}, SHAPE, 3, max_length=7)
+  with pytest.raises(
+    ValueError,
+    match=r"`state` must .*`init_state` of Growing .*\[3, 5, 2, 4, 3\].*: "
+    r"got .*\[3, 7, 2, 4, 3\].*must override `scan`",
+  ):
+    memory.scan({}, state, tokens)
+  with pytest.raises(ValueError, match="`state` must .* Sums .*int32"):
+    Sums().scan({}, jnp.zeros((3, *SHAPE), jnp.int32), tokens)

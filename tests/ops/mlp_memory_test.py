@@ -81,6 +81,30 @@ KINDS = {
     MOMENTUM,
   ),
 }
+# Inner batches of several pieces, too, tested on new sequences only.
+PIECES = {
+  "pieces": KINDS["pieces"],
+  "pieces_of_steps": (
+    {"architecture": op.MLP(hidden_factor=2), "inner_batch": 12},
+    ("step",),
+  ),
+  "pieces_of_moneta": (
+    {
+      "architecture": op.MLP(depth=1, bias=True, residual=False),
+      "closing": op.NormClosing(),
+      "inner_batch": 12,
+    },
+    ("step", "log_decay"),
+  ),
+  "pieces_of_memora": (
+    {
+      "architecture": op.MLP(depth=1),
+      "closing": op.EntropyClosing(),
+      "inner_batch": 12,
+    },
+    ("step", "log_decay"),
+  ),
+}
 # Tested from a state inside an inner batch, over masks and document starts;
 # the others on two whole inner batches, which compile faster. What these
 # could do wrong beyond that is the same code for all.
@@ -115,15 +139,16 @@ def make(seed=0, t=T, b=B, n=N, k=K, window=1):
 
 
 def make_params(kind):
-  network = KINDS[kind][0]["architecture"]
-  params = network.init_params(jax.random.key(1), N, K, K)
-  if kind == "memora":
-    params = op.EntropyClosing().positive(params)
+  fixed, _ = (KINDS | PIECES)[kind]
+  params = fixed["architecture"].init_params(jax.random.key(1), N, K, K)
+  closing = fixed.get("closing")
+  if isinstance(closing, op.EntropyClosing):
+    params = closing.positive(params)
   return params
 
 
 def call(kind, x, params, implementation=None, state=None, **kwargs):
-  fixed, names = KINDS[kind]
+  fixed, names = (KINDS | PIECES)[kind]
   fixed = {"loss": op.L2(), "inner_batch": 3} | fixed
   gates = {"threshold": x["threshold"]} if kind == "yaad" else {}
   return op.mlp_memory(
@@ -236,16 +261,18 @@ def test_values_and_gradients_of_the_definition(kind):
   assert_close(got_grads, want_grads, 1e-4)
 
 
-def test_pieces_of_a_new_sequence_are_as_in_the_definition():
+@pytest.mark.parametrize("kind", PIECES)
+def test_pieces_of_a_new_sequence_are_as_in_the_definition(kind):
   """Two inner batches, half of one, and one more token."""
   t = 31
-  x, _ = make(t=t, window=WINDOWS["pieces"])
-  params = make_params("pieces")
+  x, _ = make(t=t, window=WINDOWS.get(kind, 1))
+  params = make_params(kind)
   out_weights = _normal(np.random.default_rng(1), *x["v"].shape)
 
   def loss(x, params, implementation):
-    y, state = call("pieces", x, params, implementation)
-    total = sum(jnp.sum(jnp.sin(w)) for w in state.momentum.values())
+    y, state = call(kind, x, params, implementation)
+    kept = (state.theta, state.momentum, state.decay)
+    total = sum(jnp.sum(jnp.sin(w)) for w in jax.tree.leaves(kept))
     return jnp.sum(y * out_weights) + total, (y, state)
 
   @jax.jit
@@ -253,10 +280,10 @@ def test_pieces_of_a_new_sequence_are_as_in_the_definition():
     run = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
     return run(x, params, "xla"), run(x, params, "reference")
 
-  rule = make_rule(
-    KINDS["pieces"][0]["architecture"], op.L2(), op.Closing(), 12
-  )
-  assert num_pieces(rule, 12, K, K) == 2
+  fixed, _ = PIECES[kind]
+  closing = fixed.get("closing", op.Closing())
+  rule = make_rule(fixed["architecture"], op.L2(), closing, 12)
+  assert num_pieces(rule, 12, K, K) >= 2
   ((_, got), got_grads), ((_, want), want_grads) = both(x, params)
   assert_close(got, want, 2e-5)
   assert_close(got_grads, want_grads, 1e-4)

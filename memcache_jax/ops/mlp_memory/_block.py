@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from memcache_jax import sharding
+from memcache_jax import sharding, token_layout
 from memcache_jax.array_typing import Array, Bool, Float, Params
 from memcache_jax.ops.mlp_memory._architecture import apply_affine
 from memcache_jax.ops.mlp_memory._coefficients import Coefficients
@@ -92,7 +92,7 @@ def run_block(
   )
   y = read_pieces(rule, static, memories, scale, pieces)
   if block.used is not None and rule.pairwise:
-    theta = _select(block.used, theta, carry.theta)
+    theta = token_layout.select_rows(block.used, theta, carry.theta)
   decay = block.coefficients.decay
   decay = None if decay is None else jnp.prod(decay[..., -1], axis=0)
   return _close(rule, carry, start, theta, momentum, decay, block.full), y
@@ -133,10 +133,12 @@ def _close(rule, carry, start, theta, momentum, decay, full):
     return Carry(closed[0], closed[1], None, None)
   if full is None:  # an open batch, in every row
     return Carry(theta, momentum, start, decay)
-  theta, momentum = _select(full, closed, (theta, momentum))
+  theta, momentum = token_layout.select_rows(full, closed, (theta, momentum))
   if decay is not None:
     decay = jnp.where(full[:, None], 1.0, decay)
-  return Carry(theta, momentum, _select(full, theta, start), decay)
+  return Carry(
+    theta, momentum, token_layout.select_rows(full, theta, start), decay
+  )
 
 
 def _reset(fresh, carry, initial):
@@ -146,14 +148,7 @@ def _reset(fresh, carry, initial):
     start=initial,
     decay=None if carry.decay is None else jnp.ones_like(carry.decay),
   )
-  return _select(fresh, new, carry)
-
-
-def _select(rows, yes, no):
-  def select(a, b):
-    return jnp.where(rows.reshape((-1,) + (1,) * (a.ndim - 1)), a, b)
-
-  return jax.tree.map(select, yes, no)
+  return token_layout.select_rows(fresh, new, carry)
 
 
 def _outer(scalar, like):

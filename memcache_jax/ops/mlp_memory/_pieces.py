@@ -29,7 +29,9 @@ def num_pieces(rule: Rule, size: int, key_dim: int, value_dim: int) -> int:
 
   A token reads the writes of its own piece one by one, and those before it as
   weights. Up to some number of tokens, the one is less work, then the other.
-  It changes nothing but rounding.
+  It changes nothing but rounding. Pieces are equal, so that a block without a
+  fitting divisor (a large prime) is read as one, with scores of all its tokens
+  by all of them, however many these are.
 
   Args:
     rule: the memory.

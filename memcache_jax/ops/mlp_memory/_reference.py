@@ -7,6 +7,7 @@ weights.
 import jax
 import jax.numpy as jnp
 
+from memcache_jax import token_layout
 from memcache_jax.array_typing import Array, Bool, Float, Params
 from memcache_jax.ops.mlp_memory._architecture import apply_affine
 from memcache_jax.ops.mlp_memory._grid import Inputs
@@ -31,13 +32,13 @@ def mlp_memory(
 
   def token(state, x):
     x, keep, begins = x
-    state = _select(begins & keep, initial, state)
+    state = token_layout.select_rows(begins & keep, initial, state)
     new, weights = _write(rule, static, state, x, row_scale)
     if memories is not None:
       weights = _mix(memories, weights, x.mix)
     y = _forward(rule, static, weights, x.q)
     y = jnp.where(keep[:, None, None], y, 0.0)
-    return _select(keep, new, state), y
+    return token_layout.select_rows(keep, new, state), y
 
   tokens = inputs._replace(row_scale=None)
   tokens = jax.tree.map(
@@ -84,7 +85,7 @@ def _write(rule, static, state, x, row_scale):
   total_decay = None if state.decay is None else state.decay * decay
   full = place == rule.inner_batch - 1
   closed = rule.closing.close(state.start, theta, momentum, total_decay)
-  after = _select(full, closed, (theta, momentum))
+  after = token_layout.select_rows(full, closed, (theta, momentum))
   if total_decay is not None:
     total_decay = jnp.where(full[:, None], 1.0, total_decay)
   tail = state.tail
@@ -92,7 +93,7 @@ def _write(rule, static, state, x, row_scale):
     tail = jax.tree.map(lambda x: x[:, 1:], kept)
   new = MLPMemoryState(
     theta=after[0],
-    start=_select(full, after[0], state.start),
+    start=token_layout.select_rows(full, after[0], state.start),
     momentum=after[1],
     decay=total_decay,
     tail=tail,
@@ -148,13 +149,6 @@ def _scaled(scale, theta):
   if scale is None:
     return theta
   return {name: _outer(scale[name], w) * w for name, w in theta.items()}
-
-
-def _select(rows, yes, no):
-  def select(a, b):
-    return jnp.where(rows.reshape((-1,) + (1,) * (a.ndim - 1)), a, b)
-
-  return jax.tree.map(select, yes, no)
 
 
 def _add_axis(tree):
