@@ -76,7 +76,9 @@ def read_networks(
       **{
         f"memories[{name!r}]": (
           x,
-          f"b s n {name}_in {name}_out" if x.ndim == 5 else f"b s n {name}",
+          f"b s n {name}_in {name}_out"
+          if x.ndim == 5
+          else f"b s n {name}_width",
         )
         for name, x in memories.items()
       },
