@@ -73,7 +73,6 @@ def _memory(settings: Settings) -> Memory:
       return Titans()
     case "gated_delta":
       return GatedDelta()
-  raise ValueError(f"`memory` is unknown: got {settings.memory!r}.")
 
 
 def _aggregator(settings: Settings) -> Aggregator:
@@ -86,7 +85,6 @@ def _aggregator(settings: Settings) -> Aggregator:
       return MemorySoup()
     case "sparse":
       return SparseSelective(top_k=2)
-  raise ValueError(f"`aggregate` is unknown: got {settings.aggregate!r}.")
 
 
 @functools.cache

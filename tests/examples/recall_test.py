@@ -42,9 +42,16 @@ def test_the_command_runs(tmp_path, capsys):
 # As above.
 @pytest.mark.filterwarnings("ignore:.*load_module:DeprecationWarning")
 @flagsaver.flagsaver()
-def test_an_unknown_memory_is_one_clear_line():
-  config = ROOT / "configs" / "mqar" / "tiny.py"
-  flags.FLAGS(["main", f"--config={config}", "--config.memory=foo"])
+def test_an_unknown_memory_is_one_clear_line(tmp_path):
+  config = tmp_path / "wrong.py"
+  config.write_text(
+    "from configs.mqar import tiny\n\n\n"
+    "def get_config():\n"
+    "  config = tiny.get_config()\n"
+    "  config.memory = 'foo'\n"
+    "  return config\n"
+  )
+  flags.FLAGS(["main", f"--config={config}"])
   with pytest.raises(app.UsageError, match="`memory` must be one of .*'foo'"):
     main.main(["main"])
 
@@ -68,5 +75,6 @@ def test_configs_make_models_of_every_kind(name):
       else:
         made.add(model.config(settings).pattern)
   assert len(made) == 31  # no two of them are the same
-  with pytest.raises(ValueError, match="`memory` is unknown: got 'typo'"):
-    model.config(Settings(**fields | {"memory": "typo"}))
+  for name in ("memory", "aggregate"):
+    with pytest.raises(ValueError, match=f"`{name}` must be one of .*'typo'"):
+      Settings(**fields | {name: "typo"})
