@@ -74,13 +74,20 @@ def advance(cached, params, state, tokens, layout, segments, written):
 
 
 def _first_kept(tree, keep, slots):
-  """Moves the kept memories of each row to the front of `slots` places."""
+  """Moves the kept memories of each row to the front of `slots` places.
+
+  There may be more places than memories: a cache of explicit segments has room
+  for as many as flags could have ended.
+  """
   order = jnp.argsort(~keep, axis=1, stable=True)[:, :slots]
   filled = jnp.arange(slots)[None] < jnp.sum(keep, axis=1)[:, None]
 
   def pick(x):
     flags = filled.reshape(filled.shape + (1,) * (x.ndim - 2))
     empty = -1 if jnp.issubdtype(x.dtype, jnp.integer) else 0
+    missing = [(0, 0)] * x.ndim
+    missing[1] = (0, slots - x.shape[1])
+    x = jnp.pad(x, missing)
     return jnp.where(flags, x, jnp.full((), empty, x.dtype))
 
   return jax.tree.map(pick, token_layout.take_tokens(tree, order))

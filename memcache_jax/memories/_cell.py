@@ -203,6 +203,11 @@ def _check_cell(make, shape: HeadShape) -> None:
   def call():
     rngs = nnx.Rngs(0)
     cell = _make(make, shape, rngs)
+    if not isinstance(cell, nnx.RNNCellBase):
+      raise ValueError(
+        "`cell` must make an nnx.RNNCellBase: got a "
+        f"{type(cell).__name__} from {_describe(make)}."
+      )
     carry = cell.initialize_carry((_width(shape),), rngs=rngs)
     return nnx.state(cell), carry, cell(carry, jnp.zeros((_width(shape),)))
 

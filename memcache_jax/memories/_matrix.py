@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from memcache_jax import ops
 from memcache_jax.array_typing import Array, Float, Gates, Int, Params, State
 from memcache_jax.memories._base import Memory, Tokens
-from memcache_jax.ops import _checks
+from memcache_jax.ops import _checks, _dispatch
 from memcache_jax.ops._dispatch import Implementation, of_op
 from memcache_jax.ops.cache_read import selected_read
 
@@ -33,6 +33,7 @@ class MatrixMemory(Memory):
 
   def __post_init__(self):
     _checks.check_positive(chunk_size=self.chunk_size)
+    _dispatch.check_name(self.implementation)
 
   def step(
     self,

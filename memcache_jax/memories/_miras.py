@@ -33,7 +33,7 @@ from memcache_jax.memories._miras_parts import (
   check_composition,
   default_step_scale,
 )
-from memcache_jax.ops import _checks
+from memcache_jax.ops import _checks, _dispatch
 from memcache_jax.ops._dispatch import Implementation, of_op
 from memcache_jax.ops.mlp_memory import (
   L2,
@@ -105,10 +105,11 @@ class Miras(Memory):
 
   def __post_init__(self):
     _checks.check_positive(inner_batch=self.inner_batch, window=self.window)
+    _dispatch.check_name(self.implementation)
     for name in ("step_scale", "init_std"):
       value = getattr(self, name)
-      if value is not None and not value > 0:
-        raise ValueError(f"`{name}` must be positive: got {value!r}.")
+      if value is not None:
+        _checks.check_number(low=0, open_low=True, **{name: value})
     check_composition(
       *(self.architecture, self.loss, self.retention, self.optimizer),
       window=self.window,

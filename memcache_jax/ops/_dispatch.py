@@ -67,10 +67,7 @@ def resolve(
         "implementation='xla', which runs on every platform, or None."
       )
     case _:
-      raise ValueError(
-        f"`implementation` must be None or one of {_NAMES}: "
-        f"got {implementation!r}."
-      )
+      raise _unknown(implementation)
 
 
 def runs_unasked(kernels: Mapping[str, str | None]) -> bool:
@@ -176,6 +173,18 @@ def run_spread(
 def _is_floating(tree):
   return all(
     jnp.issubdtype(x.dtype, jnp.floating) for x in jax.tree.leaves(tree)
+  )
+
+
+def check_name(implementation: str | None) -> None:
+  """Raises ValueError for an implementation that does not exist."""
+  if implementation is not None and implementation not in _NAMES:
+    raise _unknown(implementation)
+
+
+def _unknown(implementation: object) -> ValueError:
+  return ValueError(
+    f"`implementation` must be None or one of {_NAMES}: got {implementation!r}."
   )
 
 

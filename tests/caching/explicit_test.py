@@ -103,6 +103,18 @@ def test_without_flags_the_program_is_that_of_constant_segments():
   assert programs[0] == programs[1]
 
 
+@pytest.mark.parametrize("length", [3, 7, 11])
+def test_a_new_sequence_needs_neither_flags_nor_a_state(length):
+  """There is room for more memories than so few tokens make."""
+  tokens = random_tokens(MEMORY, SHAPE, 2, length)
+  tokens = replace(tokens, mask=None, starts=None, segment_ends=None)
+  y, state = _scan(None, tokens)
+  want, last = _scan(MEMORY.init_state({}, SHAPE, 2, max_length=length), tokens)
+  assert_close(y, want)
+  chex.assert_trees_all_equal_shapes(state, last)
+  assert_close(state, last)
+
+
 def test_room():
   """What does not fit is nan from its first token on, in every split."""
   tokens = _tokens([range(0, T, 2), (9,)])

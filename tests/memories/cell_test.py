@@ -164,6 +164,7 @@ def _of_width_four(in_features, hidden_features, *, rngs):
   ("cell", "message"),
   [
     (None, "`cell` must make a cell .*: got None"),
+    (nnx.Linear, "must make an nnx.RNNCellBase: got a Linear"),
     (Dropping, r"only nnx.Param: got dropout.rngs.*"),
     (Counting, "floating carry: got int32"),
     (_of_width_four, r"output of width 3.*: got shape \(4,\)"),

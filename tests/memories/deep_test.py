@@ -220,8 +220,9 @@ def test_compositions():
     Optimizer(muon=MuonClosing(), restart="rows")
   with pytest.raises(ValueError, match="`inner_batch`"):
     Titans(inner_batch=0)
-  with pytest.raises(ValueError, match="`step_scale`"):
-    Moneta(step_scale=-1.0)
+  for wrong in (-1.0, 0.0, "a"):
+    with pytest.raises(ValueError, match="`step_scale` must be a number"):
+      Moneta(step_scale=wrong)
 
 
 def test_a_state_grows_by_one_memory_per_segment_only():

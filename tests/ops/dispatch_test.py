@@ -102,6 +102,12 @@ def test_cached_memories(name):
 
 
 @pytest.mark.parametrize("kind", [DecayedLinear, GatedDelta, Miras])
+def test_a_name_that_does_not_exist_is_refused_at_once(kind, as_a_user):
+  with pytest.raises(ValueError, match="`implementation` must be .* got 'foo'"):
+    kind(implementation="foo")
+
+
+@pytest.mark.parametrize("kind", [DecayedLinear, GatedDelta, Miras])
 @pytest.mark.parametrize("implementation", ["triton", "mosaic_tpu"])
 def test_a_chosen_kernel_is_for_the_ops_that_have_it(implementation, kind):
   """A stream begins with tokens that no kernel is for."""
