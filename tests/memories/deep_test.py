@@ -220,7 +220,7 @@ def test_compositions():
     Optimizer(muon=MuonClosing(), restart="rows")
   with pytest.raises(ValueError, match="`inner_batch`"):
     Titans(inner_batch=0)
-  for wrong in (-1.0, 0.0, "a"):
+  for wrong in (-1.0, 0.0, float("nan")):
     with pytest.raises(ValueError, match="`step_scale` must be a number"):
       Moneta(step_scale=wrong)
 
