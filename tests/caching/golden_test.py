@@ -154,7 +154,17 @@ def _to_jax(x):
   return jnp.asarray(x)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def _tier(case):
+  """Networks that are cached take long to compile: those are slow."""
+  quick = (
+    "inner_batch" not in case.config or case.config["aggregation"] == "none"
+  )
+  return pytest.param(case, marks=() if quick else pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+  "case", [_tier(case) for case in CASES], ids=lambda case: case.name
+)
 def test_values_and_gradients(case):
   memory = _memory(case)
   inputs = jax.tree.map(_to_jax, case.inputs)
