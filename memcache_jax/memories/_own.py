@@ -69,10 +69,10 @@ def _check_initial(name, initial, b):
     dtype, shape = jnp.result_type(leaf), jnp.shape(leaf)
     low = jnp.issubdtype(dtype, jnp.floating) and dtype != jnp.float32
     if low or shape[:1] != (b,):
+      where = jax.tree_util.keystr(path)
       raise ValueError(
         f"`init_state` of {name} must return leaves in float32 with {b} rows "
-        f"first: got {dtype} of shape {shape} at "
-        f"'{jax.tree_util.keystr(path)}'."
+        f"first: got {dtype} of shape {shape}{where and ' at ' + where}."
       )
 
 

@@ -121,12 +121,13 @@ def run_spread(
     xla: what runs where no kernel does; of the inputs, and nothing else that
       is traced.
     kernels: by name, of the inputs.
-    gradients: by name, of the inputs and the gradient of the output; those of
-      all inputs, None for one of integers. None: the XLA form's everywhere.
+    gradients: by name, of the inputs and the gradient of the output: those of
+      the inputs that are not integers. None: the XLA form's everywhere.
     inputs: trees of arrays.
     axes: letters of their axes.
     output_axes: of the output.
   """
+  floats = [i for i, x in enumerate(inputs) if _is_floating(x)]
 
   def forward(*inputs):
     one = lambda *inputs: run(choice, xla, kernels, *inputs)
@@ -137,7 +138,6 @@ def run_spread(
 
   def xla_gradient(*args):
     *inputs, gradient = args
-    floats = [i for i, x in enumerate(inputs) if _is_floating(x)]
 
     def of_floats(*values):
       now = list(inputs)
@@ -148,18 +148,17 @@ def run_spread(
     pull = jax.vjp(of_floats, *(inputs[i] for i in floats))[1]
     return pull(gradient)
 
+  def kernel_gradient(*args):
+    one = lambda *args: run(choice, xla_gradient, gradients or {}, *args)
+    return sharding.over_batch_and_heads(
+      one, args, (*axes, output_axes), tuple(axes[i] for i in floats)
+    )
+
   def backward(inputs, gradient):
-    floats = [i for i, x in enumerate(inputs) if _is_floating(x)]
-    rules = gradients
-    if rules is None:
-      # Not on devices' own rows: what the rows share is summed over them all.
-      found = first_order(op, xla_gradient, *inputs, gradient)
-    else:
-      one = lambda *args: run(choice, xla_gradient, rules, *args)
-      spread = lambda *args: sharding.over_batch_and_heads(
-        one, args, (*axes, output_axes), tuple(axes[i] for i in floats)
-      )
-      found = first_order(op, spread, *inputs, gradient)
+    # That of XLA is not taken on devices' own rows: what rows share is summed
+    # over all of them.
+    rule = xla_gradient if gradients is None else kernel_gradient
+    found = first_order(op, rule, *inputs, gradient)
     everything = [None] * len(inputs)
     for i, x in zip(floats, found, strict=True):
       everything[i] = x

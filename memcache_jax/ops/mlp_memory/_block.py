@@ -81,15 +81,13 @@ def run_block(
   if block.fresh is not None:
     carry = _reset(block.fresh, carry, initial)
   start = carry.theta if carry.start is None else carry.start
-  scale = rule.closing.scale(start)
-  weights = start
-  if scale is not None:
-    weights = {name: _outer(scale[name], x) * x for name, x in start.items()}
+  weights = rule.closing.as_read(start, start)
   x, d = _gradients(rule, static, weights, block.written, block.q.dtype)
   base = start if rule.pairwise else carry.theta
   (theta, momentum), pieces = write_pieces(
     rule, (base, carry.momentum), x, d, block
   )
+  scale = rule.closing.scale(start)
   y = read_pieces(rule, static, memories, scale, pieces)
   if block.used is not None and rule.pairwise:
     theta = token_layout.select_rows(block.used, theta, carry.theta)
@@ -149,7 +147,3 @@ def _reset(fresh, carry, initial):
     decay=None if carry.decay is None else jnp.ones_like(carry.decay),
   )
   return token_layout.select_rows(fresh, new, carry)
-
-
-def _outer(scalar, like):
-  return scalar.reshape(scalar.shape + (1,) * (like.ndim - scalar.ndim))
