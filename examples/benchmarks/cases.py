@@ -31,7 +31,8 @@ class Case:
     package: whose layer it is.
     layer: "bare": projections q, k, v, o and those of the gates around the
       memory, nothing else. "mixer": the library's full layer.
-    memory: what is written: "linear", "gated_delta", "titans" or "dla".
+    memory: what is written: "linear", "gated_delta", "titans" or "dla";
+      "delayed_titans" reads what was before the token's inner batch.
     inner_batch: tokens whose inner gradients are taken at the same weights,
       for deep memories: titans-pytorch's chunk; 0 for the library's default.
     aggregate: how cached memories are read; "none" is a memory without cache.
@@ -42,7 +43,9 @@ class Case:
 
   package: str = "memcache_jax"
   layer: str = "bare"
-  memory: Literal["linear", "gated_delta", "titans", "dla"] = "linear"
+  memory: Literal[
+    "linear", "gated_delta", "titans", "delayed_titans", "dla"
+  ] = "linear"
   inner_batch: int = 0
   aggregate: str = "none"
   segment: int = 0
@@ -107,7 +110,8 @@ def deep_cases(tokens: int) -> list[Case]:
   cases = []
   for inner_batch in INNER_BATCHES:
     ours = _titans(tokens, inner_batch)
-    cases += [ours, replace(ours, package="titans-pytorch")]
+    delayed = replace(ours, memory="delayed_titans")
+    cases += [ours, delayed, replace(ours, package="titans-pytorch")]
   for memory in ("titans", "dla"):
     grm = Case(memory=memory, aggregate="grm", segment=64, tokens=tokens)
     cases += [

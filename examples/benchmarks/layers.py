@@ -65,6 +65,8 @@ def memory(case: Case, implementation: Reference = None) -> Memory:
       inner = GatedDelta(implementation=implementation)
     case "titans":
       inner = Titans(NETWORK, **options)
+    case "delayed_titans":
+      inner = Titans(NETWORK, delayed=True, **options)
     case "dla":
       inner = DeepLinear(NETWORK, **options)
   if case.aggregate == "none":

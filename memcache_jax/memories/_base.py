@@ -51,7 +51,8 @@ class Memory:
     """Whether `scan` may change the memory after its newest token was read.
 
     False for most: tokens read ``read(snapshot(state))``. True where weights
-    are normalised at the end of an inner batch, after its last token's read.
+    are normalised at the end of an inner batch, after its last token's read,
+    and where tokens read the weights from before their batch.
     """
     return False
 

@@ -74,6 +74,10 @@ class Miras(Memory):
       defines the model; 1 is the exact online rule. A multiple of 16 or 32 is
       fastest; a large prime is slow.
     window: tokens written at each step (the Omega rule).
+    delayed: tokens read the weights from the start of their inner batch,
+      ``y_t = M_{theta_*}(q_t)``: less work, above all for long batches, but
+      what was just written is out of sight; attention over a window as long
+      as the batch belongs beside it. So do LaCT and titans-pytorch.
     step_scale: largest total step of an inner batch: the gate "step" is in
       (0, step_scale / (inner_batch window)). None: `default_step_scale`.
     init_std: of the initial weights; None for 1/sqrt(fan in).
@@ -98,6 +102,7 @@ class Miras(Memory):
   optimizer: Optimizer = Optimizer()
   inner_batch: int = 16
   window: int = 1
+  delayed: bool = False
   step_scale: float | None = None
   init_std: float | None = None
   features: PolynomialFeatures | None = None
@@ -105,6 +110,7 @@ class Miras(Memory):
 
   def __post_init__(self):
     _checks.check_positive(inner_batch=self.inner_batch, window=self.window)
+    _checks.check_choice(delayed=(self.delayed, (False, True)))
     _dispatch.check_name(self.implementation)
     for name in ("step_scale", "init_std"):
       value = getattr(self, name)
@@ -121,7 +127,7 @@ class Miras(Memory):
 
   @property
   def closes_after_reading(self) -> bool:
-    return type(self._closing) is not Closing
+    return self.delayed or type(self._closing) is not Closing
 
   @property
   def _has_momentum(self) -> bool:
@@ -258,6 +264,7 @@ class Miras(Memory):
       momentum=momentum,
       loss_gates={name: gates[name] for name in self.loss.gates()},
       closing=self._closing,
+      delayed=self.delayed,
       mix=mix,
       state=state,
       mask=tokens.mask,

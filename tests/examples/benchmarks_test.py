@@ -87,6 +87,7 @@ def test_what_a_case_says_is_what_is_timed():
   case = cases.Case(memory="titans", aggregate="grm", segment=64)
   changes = [
     {"memory": "dla"},
+    {"memory": "delayed_titans"},
     {"inner_batch": 256},
     {"aggregate": "ssc"},
     {"segment": 256},
@@ -185,16 +186,19 @@ def test_bars_of_deep_memories_say_met_or_missed():
   titans = {"memory": "titans", "segment": 0}
   ms = {"forward": 1.0, "forward_backward": 1.0}
   grm = {"memory": "dla", "forward": 1.0}
+  delayed = titans | {"memory": "delayed_titans"}
+  half = {name: 0.5 * value for name, value in ms.items()}
   records = [
+    *times(**delayed, inner_batch=16, peak_mib=5.0, **half),
     *times(**titans, inner_batch=16, peak_mib=6.0, **ms),
     *times("titans-pytorch", **titans, inner_batch=16, peak_mib=10.0, **ms),
     *times(**grm, forward_backward=1.0),
     *times("memory-caching", **grm, forward_backward=25.0),
   ]
   bars = {bar.text: bar for bar in report.deep_bars(records)}
-  assert len(bars) == 2 * len(cases.INNER_BATCHES) + 2
+  assert len(bars) == 2 * 2 * len(cases.INNER_BATCHES) + 2
   verdicts = [bar.verdict() for bar in bars.values() if bar.ratio is not None]
-  assert verdicts == ["missed", "missed", "met"]
+  assert verdicts == ["met", "met", "missed", "missed", "met"]
 
 
 def test_compile_time_says_met_or_missed(monkeypatch):

@@ -132,6 +132,7 @@ OTHERS = (
     FLAT, optimizer=Optimizer(True, MuonClosing(iterations=1)), inner_batch=4
   ),
   LaCT(inner_batch=4),
+  Titans(FLAT, inner_batch=4, delayed=True),
 )
 OTHERS_CACHED = (
   Cached(OTHERS[0], Constant(SEGMENT), SparseSelective(2), "checkpoint"),

@@ -80,6 +80,33 @@ KINDS = {
     },
     MOMENTUM,
   ),
+  # Reads from before the batch: with a window and a bias; with neither
+  # momentum nor decay; where weights are scaled; where nothing recurs.
+  "delayed": (
+    {"architecture": op.MLP(depth=1, bias=True), "delayed": True},
+    MOMENTUM,
+  ),
+  "delayed_steps": (
+    {"architecture": op.MLP.matrix(), "delayed": True},
+    ("step",),
+  ),
+  "delayed_moneta": (
+    {
+      "architecture": op.MLP.matrix(),
+      "loss": op.Lp(),
+      "closing": op.NormClosing(),
+      "delayed": True,
+    },
+    ("step", "log_decay"),
+  ),
+  "delayed_rows": (
+    {
+      "architecture": op.MLP.matrix(),
+      "row_scale": 1 / jnp.arange(1.0, 4.0)[None] * jnp.ones((N, 1)),
+      "delayed": True,
+    },
+    ("step",),
+  ),
 }
 # Inner batches of several pieces, too, tested on new sequences only.
 PIECES = {
@@ -108,10 +135,10 @@ PIECES = {
 # Tested from a state inside an inner batch, over masks and document starts;
 # the others on two whole inner batches, which compile faster. What these
 # could do wrong beyond that is the same code for all.
-STREAMED = ("titans", "pieces", "rows", "moneta")
+STREAMED = ("titans", "pieces", "rows", "moneta", "delayed", "delayed_steps")
 # These also read a mix of stored memories.
-MIXED = ("pieces", "moneta")
-WINDOWS = {"omega": 3, "pieces": 2}
+MIXED = ("pieces", "moneta", "delayed")
+WINDOWS = {"omega": 3, "pieces": 2, "delayed": 3}
 
 
 def _normal(rng, *shape):

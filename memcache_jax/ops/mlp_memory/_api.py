@@ -39,6 +39,7 @@ def mlp_memory(
   momentum: Float[Array, "b t n"] | None = None,
   loss_gates: Mapping[str, Float[Array, "b t n"]] | None = None,
   closing: Closing | None = None,
+  delayed: bool = False,
   mix: Mix | None = None,
   state: MLPMemoryState | None = None,
   mask: Bool[Array, "b t"] | None = None,
@@ -58,7 +59,9 @@ def mlp_memory(
   2602.24281), Eq. 30-36, with the signs that descend. Inner batches count
   real tokens from the start of the document. With `coef` (or `row_scale`),
   as in TTT (arXiv 2407.04620), the rule is instead
-  ``theta_r = theta_* - sum_{j <= r} coef[r, j] grad_j``.
+  ``theta_r = theta_* - sum_{j <= r} coef[r, j] grad_j``. With `delayed` tokens
+  read what the inner batches before theirs have written:
+  ``y_t = M_{\theta_*}(q_t)``.
 
   Args:
     q: queries; float32 or bfloat16, like k and v.
@@ -80,6 +83,7 @@ def mlp_memory(
     momentum: ``mu_t`` in [0, 1]. None: no momentum.
     loss_gates: what the loss asks for, by name.
     closing: what happens at the end of an inner batch; None: nothing.
+    delayed: whether tokens read ``theta_*`` instead of ``theta_t``.
     mix: stored memories to average with the online one, parameter by
       parameter, before reading; None reads the online one.
     state: what an earlier call returned. None: a new sequence.
@@ -141,6 +145,7 @@ def mlp_memory(
     window=1 if step is None else step.shape[-1],
     has_momentum=momentum is not None,
     restart=restart if row_scale is None else "rows",
+    delayed=delayed,
   )
   tail_gates = loss_gates
   if row_scale is not None and step is not None:

@@ -11,6 +11,7 @@ from memcache_jax.ops.mlp_memory._architecture import apply_affine
 from memcache_jax.ops.mlp_memory._coefficients import Coefficients
 from memcache_jax.ops.mlp_memory._pieces import (
   read_pieces,
+  read_start,
   write_pieces,
 )
 from memcache_jax.ops.mlp_memory._state import Rule
@@ -87,12 +88,14 @@ def run_block(
   (theta, momentum), pieces = write_pieces(
     rule, (base, carry.momentum), x, d, block
   )
+  if rule.delayed:
+    pieces = read_start(pieces, start)
   scale = rule.closing.scale(start)
   y = read_pieces(rule, static, memories, scale, pieces)
   if block.used is not None and rule.pairwise:
     theta = token_layout.select_rows(block.used, theta, carry.theta)
-  decay = block.coefficients.decay
-  decay = None if decay is None else jnp.prod(decay[..., -1], axis=0)
+  decay = block.coefficients.end.decay
+  decay = None if decay is None else jnp.prod(decay, axis=0)
   return _close(rule, carry, start, theta, momentum, decay, block.full), y
 
 

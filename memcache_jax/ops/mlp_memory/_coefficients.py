@@ -17,22 +17,38 @@ import jax.numpy as jnp
 from memcache_jax.array_typing import Array, Bool, Float, Int
 
 
+class End(NamedTuple):
+  """What is left after all rows.
+
+  Attributes:
+    decay: A, of the weights before, in the weights after; None for 1.
+    carry: B, of the momentum before; None for 0.
+    write: C, of the gradients; None for 0.
+    momentum_decay: of the momentum before, in the momentum after.
+    momentum_write: of the gradients, in the momentum after.
+  """
+
+  decay: Float[Array, "*rows"] | None = None
+  carry: Float[Array, "*rows"] | None = None
+  write: Float[Array, "*rows e"] | None = None
+  momentum_decay: Float[Array, "*rows"] | None = None
+  momentum_write: Float[Array, "*rows e"] | None = None
+
+
 class Coefficients(NamedTuple):
   """Rows c read columns e; after the last token rows repeat.
 
   Attributes:
     decay: A, of the weights before; None for 1.
     carry: B, of the momentum before; None for 0.
-    write: C, of the gradients; None when reads do not see their own batch.
-    momentum_decay: of the momentum before, in the momentum after.
-    momentum_write: of the gradients, in the momentum after.
+    write: C, of the gradients; None for 0: rows do not see their own batch.
+    end: those of the weights and the momentum after the batch.
   """
 
-  decay: Float[Array, "*rows c"] | None
-  carry: Float[Array, "*rows c"] | None
-  write: Float[Array, "*rows c e"] | None
-  momentum_decay: Float[Array, "*rows"] | None
-  momentum_write: Float[Array, "*rows e"] | None
+  decay: Float[Array, "*rows c"] | None = None
+  carry: Float[Array, "*rows c"] | None = None
+  write: Float[Array, "*rows c e"] | None = None
+  end: End = End()
 
 
 def _band(
@@ -77,7 +93,7 @@ def recur(
   ones = jnp.ones_like(rows[..., 0, 0])
   zeros = jnp.zeros_like(rows[..., 0, :])
   has_momentum = momentum is not None
-  first = Coefficients(
+  first = End(
     decay=None if decay is None else ones,
     carry=jnp.zeros_like(ones) if has_momentum else None,
     write=zeros,
@@ -88,7 +104,7 @@ def recur(
   def advance(old, inputs):
     row, a, m, keep = inputs
     forget = lambda a, x: x if a is None else _outer(a, x) * x
-    new = Coefficients(
+    new = End(
       decay=None if a is None else a * old.decay,
       carry=None,
       write=forget(a, old.write) + row,
@@ -115,39 +131,85 @@ def recur(
     front(momentum, -1),
     front(valid, -1),
   )
-  last, (decay, carry, write) = jax.lax.scan(advance, first, inputs)
+  end, (decay, carry, write) = jax.lax.scan(advance, first, inputs)
   back = lambda x, axis: None if x is None else jnp.moveaxis(x, 0, axis)
-  return last._replace(
-    decay=back(decay, -1), carry=back(carry, -1), write=back(write, -2)
-  )
+  return Coefficients(back(decay, -1), back(carry, -1), back(write, -2), end)
 
 
 def without_reads(
   step: Float[Array, "*rows c w"],
   decay: Float[Array, "*rows c"] | None,
-  momentum: Float[Array, "*rows c"],
+  momentum: Float[Array, "*rows c"] | None,
   valid: Bool[Array, "*#rows c"] | None,
   ages: Float[Array, "*#rows c"] | None,
+  *,
+  adds_up: bool,
 ) -> Coefficients:
-  """The coefficients where reads do not see their own batch: no matrices."""
+  """The coefficients where reads do not see their own batch: no matrices.
+
+  Args:
+    step: as in `recur`, like those up to `ages`.
+    decay: a.
+    momentum: m.
+    valid: rows that exist.
+    ages: tokens of the document before each.
+    adds_up: whether the momentum is added to the weights at every row; False
+      where the closing of the batch does that.
+  """
   if valid is not None:
-    momentum = jnp.where(valid, momentum, 1.0)
     step = jnp.where(valid[..., None], step, 0.0)
-    decay = None if decay is None else jnp.where(valid, decay, 1.0)
-  axis, window = momentum.ndim - 1, step.shape[-1]
-  after = jax.lax.cumprod(momentum, axis=axis, reverse=True)
-  # A token's own momentum multiplies what came before it only.
-  own = jnp.concatenate([after[..., 1:], jnp.ones_like(after[..., :1])], -1)
-  written = jnp.zeros((), jnp.float32)
-  for offset in range(window):
-    weight = own * step[..., offset]
-    if ages is not None:
-      weight = jnp.where(ages >= offset, weight, 0.0)
-    pad = [(0, 0)] * axis + [(window - 1 - offset, offset)]
-    written = written + jnp.pad(weight, pad)
+    keep = lambda x: None if x is None else jnp.where(valid, x, 1.0)
+    decay, momentum = keep(decay), keep(momentum)
+  axis, window = step.ndim - 2, step.shape[-1]
+
+  def later(x):  # product over the rows after each
+    x = jnp.concatenate([x[..., 1:], jnp.ones_like(x[..., :1])], axis=-1)
+    return jax.lax.cumprod(x, axis=axis, reverse=True)
+
+  def written(weight):  # at each row, spread over the tokens it writes
+    total = jnp.zeros((), jnp.float32)
+    for offset in range(window):
+      part = weight * step[..., offset]
+      if ages is not None:
+        part = jnp.where(ages >= offset, part, 0.0)
+      pad = [(0, 0)] * axis + [(window - 1 - offset, offset)]
+      total = total + jnp.pad(part, pad)
+    return total
+
+  end = End()
+  if momentum is not None:
+    # A token's own momentum multiplies what came before it only.
+    own = later(momentum)
+    end = End(
+      momentum_decay=momentum[..., 0] * own[..., 0], momentum_write=written(own)
+    )
+  if adds_up:
+    # What is added at a row, here or in the momentum, is added until the end.
+    kept = jnp.ones_like(step[..., 0]) if decay is None else later(decay)
+    kept = kept if valid is None else jnp.where(valid, kept, 0.0)
+    if momentum is not None:
+      kept = _add_later(kept, momentum)
+      end = end._replace(carry=momentum[..., 0] * kept[..., 0])
+    end = end._replace(write=written(kept))
   if decay is not None:
     decay = jax.lax.cumprod(decay, axis=axis)
-  return Coefficients(decay, None, None, after[..., 0], written)
+    end = end._replace(decay=decay[..., -1])
+  return Coefficients(decay=decay, end=end)
+
+
+def _add_later(
+  x: Float[Array, "*rows c"], momentum: Float[Array, "*rows c"]
+) -> Float[Array, "*rows c"]:
+  """``w_r = x_r + m_{r+1} w_{r+1}``."""
+
+  def row(later, inputs):
+    x, m = inputs
+    total = x + later
+    return m * total, total
+
+  inputs = jnp.moveaxis(x, -1, 0), jnp.moveaxis(momentum, -1, 0)
+  first = jnp.zeros_like(inputs[0][0])
+  return jnp.moveaxis(jax.lax.scan(row, first, inputs, reverse=True)[1], 0, -1)
 
 
 def pairs(
@@ -204,7 +266,12 @@ def pairwise(
     last = jax.lax.cummax(jnp.where(valid, index, 0), axis=valid.ndim - 1)
     last = jnp.broadcast_to(last, write.shape[:-1])
     write = jnp.take_along_axis(write, last[..., None], axis=-2)
-  return Coefficients(None, None, write, None, None)
+  return of_pairs(write)
+
+
+def of_pairs(write: Float[Array, "*rows c e"]) -> Coefficients:
+  """Coefficients of all pairs, where nothing else counts."""
+  return Coefficients(write=write, end=End(write=write[..., -1, :]))
 
 
 def _outer(scalar, like):

@@ -14,7 +14,6 @@ from memcache_jax import token_layout
 from memcache_jax.array_typing import Array, Bool, Float, Int
 from memcache_jax.ops.mlp_memory import _coefficients
 from memcache_jax.ops.mlp_memory._block import Blocks, Written
-from memcache_jax.ops.mlp_memory._coefficients import Coefficients
 from memcache_jax.ops.mlp_memory._moves import (
   extend,
   put_tail,
@@ -275,17 +274,15 @@ def _blocks(rule, q, written, scalars, inputs, ages, valid, place=None):
     if place is None:
       coefficients = cut(_coefficients.pairwise(coef, valid))
     else:
-      coefficients = cut(Coefficients(None, None, coef, None, None))
+      coefficients = cut(_coefficients.of_pairs(coef))
   else:
     decay = scalars.log_decay
     decay = None if decay is None else jnp.exp(decay)
-    step, decay, momentum, valid, ages = cut(
-      (scalars.step, decay, scalars.momentum, valid, ages)
-    )
-    if rule.closing.reads_own_batch:
-      coefficients = _coefficients.recur(step, decay, momentum, valid, ages)
+    rows = cut((scalars.step, decay, scalars.momentum, valid, ages))
+    if rule.reads_own_batch:
+      coefficients = _coefficients.recur(*rows)
     else:
       coefficients = _coefficients.without_reads(
-        step, decay, momentum, valid, ages
+        *rows, adds_up=rule.closing.reads_own_batch
       )
   return Blocks(written, coefficients, *cut((q, scalars.mix)))

@@ -39,7 +39,7 @@ def num_pieces(rule: Rule, size: int, key_dim: int, value_dim: int) -> int:
     key_dim: width of keys.
     value_dim: width of values.
   """
-  if rule.pairwise or not rule.closing.reads_own_batch:
+  if rule.pairwise or not rule.reads_own_batch:
     return 1
   most = max(
     4 * x.in_dim * x.out_dim // (x.in_dim + x.out_dim)
@@ -129,6 +129,17 @@ def write_pieces(
   return now, Pieces(block.q, coefficients, block.mix, theta, momentum, x, d)
 
 
+def read_start(pieces: Pieces, start: Params) -> Pieces:
+  """The same queries of the weights from the start of the inner batch."""
+  return pieces._replace(
+    coefficients=Coefficients(),
+    theta={name: x[None] for name, x in start.items()},
+    momentum=None,
+    x={},
+    d={},
+  )
+
+
 def scan_or_call(step, carry, inputs):
   """`jax.lax.scan`, without the loop where there is one step."""
   if jax.tree.leaves(inputs)[0].shape[0] > 1:
@@ -160,7 +171,7 @@ def read_pieces(
 
 def _read(rule, static, memories, scale, piece):
   dtype = piece.q.dtype
-  decay, carry, write, _, _ = piece.coefficients
+  decay, carry, write = piece.coefficients[:3]
   base, momentum = piece.theta, piece.momentum
 
   def affine(name, z):
@@ -219,22 +230,19 @@ def _mix(memories, name, z, weights, dtype):
 def _write(now, coefficients, x, d, dtype):
   """Weights and momentum after a piece."""
   theta, momentum = now
-  decay, kept, write, momentum_decay, momentum_write = coefficients
-  last = None if write is None else write[..., -1, :]
-  written = _gradient_sums(theta, x, d, (last, momentum_write), dtype)
-  new = {
-    name: _times(None if decay is None else decay[..., -1], w)
-    for name, w in theta.items()
-  }
-  if kept is not None:
+  end = coefficients.end
+  weights = (end.write, end.momentum_write)
+  written = _gradient_sums(theta, x, d, weights, dtype)
+  new = {name: _times(end.decay, w) for name, w in theta.items()}
+  if end.carry is not None:
     for name, w in momentum.items():
-      new[name] = new[name] + _times(kept[..., -1], w)
-  if write is not None:
+      new[name] = new[name] + _times(end.carry, w)
+  if end.write is not None:
     for name, sums in written.items():
       new[name] = new[name] - sums[0]
   if momentum is not None:
     momentum = {
-      name: _times(momentum_decay, w) - written[name][-1]
+      name: _times(end.momentum_decay, w) - written[name][-1]
       for name, w in momentum.items()
     }
   return new, momentum

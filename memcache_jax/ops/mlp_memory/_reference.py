@@ -99,7 +99,7 @@ def _write(rule, static, state, x, row_scale):
     tail=tail,
     position=state.position + 1,
   )
-  return new, _scaled(scale, theta)
+  return new, weights if rule.delayed else _scaled(scale, theta)
 
 
 def _gradient(rule, static, weights, token):

@@ -74,6 +74,13 @@ class Rule(NamedTuple):
   tail_gates: tuple[str, ...]
   # Every pair of tokens of an inner batch has its own coefficient.
   pairwise: bool
+  # Tokens read the weights from the start of their inner batch.
+  delayed: bool
+
+  @property
+  def reads_own_batch(self) -> bool:
+    """Whether tokens read what their inner batch writes before them."""
+    return self.closing.reads_own_batch and not self.delayed
 
 
 def make_rule(
@@ -85,6 +92,7 @@ def make_rule(
   window: int = 1,
   has_momentum: bool = False,
   restart: Literal["none", "rows", "pairs"] = "none",
+  delayed: bool = False,
 ) -> Rule:
   """Puts the static description of a memory together.
 
@@ -97,6 +105,7 @@ def make_rule(
     has_momentum: whether steps add up in a momentum.
     restart: "rows" and "pairs" compute weights from the start of the inner
       batch, with the coefficients of `row_scale` and of `coef`.
+    delayed: whether tokens read the weights from the start of their batch.
   """
   pairwise = restart != "none"
   gates = tuple(sorted(loss.gates()))
@@ -109,6 +118,7 @@ def make_rule(
     tail=inner_batch - 1 if pairwise else window - 1,
     tail_gates=(*gates, "step") if restart == "rows" else gates,
     pairwise=pairwise,
+    delayed=delayed,
   )
 
 
