@@ -265,6 +265,7 @@ def main(argv: list[str] | None = None) -> None:
   parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
   parser.add_argument("--readme", action="store_true", help="put it there")
   parser.add_argument("--first", type=int, default=len(CASES), help="cases")
+  parser.add_argument("--only", nargs="*", help="tables, as in the README")
   options = parser.parse_args(argv)
   dump = Path(tempfile.mkdtemp(prefix="tpu_schedule_"))
   # Before jax is imported, which happens in the functions above.
@@ -276,13 +277,17 @@ def main(argv: list[str] | None = None) -> None:
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     "LIBTPU_INIT_ARGS": f"--xla_jf_dump_to={dump} --xla_jf_dump_llo_text=true",
   }
-  # Imports this module under its own name, for what reads it.
+  # Import this module under its own name, for what reads it.
+  from examples.benchmarks import tpu_schedule_delta as delta
   from examples.benchmarks import tpu_schedule_reads as reads
 
-  for part, cases, of in (
-    ("schedule", CASES, measure),
-    ("schedule-reads", reads.CASES, reads.measure),
-  ):
+  parts = {
+    "schedule": (CASES, measure),
+    "schedule-reads": (reads.CASES, reads.measure),
+    "schedule-delta": (delta.CASES, delta.measure),
+  }
+  for part in options.only or parts:
+    cases, of = parts[part]
     rows = []
     for case in cases[: options.first]:
       rows.append(of(case, dump))

@@ -87,7 +87,7 @@ CASES = [
 ]
 
 
-def _module(name):
+def module_of(name):
   return importlib.import_module(f"{PACKAGE}.{name}")
 
 
@@ -102,7 +102,7 @@ def _place():
   return SingleDeviceSharding(topology.devices[0])
 
 
-def _array(*shape, dtype="float32"):
+def array(*shape, dtype="float32"):
   import jax
 
   return jax.ShapeDtypeStruct(shape, dtype, sharding=_place())
@@ -111,15 +111,15 @@ def _array(*shape, dtype="float32"):
 def _of_all(case: Read):
   """The kernels, their arguments, and cycles of one with these bundles."""
   t, n, w, s = case.tokens, case.heads, case.width, case.states
-  pieces = _module("cache_read.config")
+  pieces = module_of("cache_read.config")
   config = pieces.config(pieces.Call(w, w, "bfloat16", t, s))
-  q = _array(1, n, t, w, dtype="bfloat16")
-  arrays = q, _array(1, s, n, w, w), _array(1, n, s, t)
-  forward = _module("cache_read.mosaic_tpu")
+  q = array(1, n, t, w, dtype="bfloat16")
+  arrays = q, array(1, s, n, w, w), array(1, n, s, t)
+  forward = module_of("cache_read.mosaic_tpu")
 
   def run(*arrays):
     if case.backward:
-      module = _module("cache_read.mosaic_tpu_vjp")
+      module = module_of("cache_read.mosaic_tpu_vjp")
       return module.bwd(*arrays, config=config)
     return forward.fwd(*arrays, config=config)
 
@@ -135,26 +135,27 @@ def _of_all(case: Read):
 
 def _of_selected(case: Read):
   t, n, w, s = case.tokens, case.heads, case.width, case.states
-  pieces = _module("cache_read.config")
+  pieces = module_of("cache_read.config")
   call = pieces.SelectedCall(
     *(w, w, "bfloat16"), t, s, selected=case.selected, heads=n
   )
-  config, forward = pieces.selected_config(call), _module("cache_read.selected")
+  config = pieces.selected_config(call)
+  forward = module_of("cache_read.selected")
   count = pieces.tiles(call, config)
-  integers = lambda *shape: _array(1, n, *shape, dtype="int32")
+  integers = lambda *shape: array(1, n, *shape, dtype="int32")
   tiles = forward.Tiles(
     integers(count),
     integers(count),
     integers(count, config.tile),
     integers(t // config.tokens_per_row, 128),
-    _array(1, n, count, 128),
+    array(1, n, count, 128),
   )
-  q = _array(1, n, t, w, dtype="bfloat16")
-  arrays = q, _array(1, s, n, w, w), tiles
+  q = array(1, n, t, w, dtype="bfloat16")
+  arrays = q, array(1, s, n, w, w), tiles
 
   def run(*arrays):
     if case.backward:
-      module = _module("cache_read.selected_vjp")
+      module = module_of("cache_read.selected_vjp")
       return module.bwd(*arrays, config=config)
     return forward.fwd(*arrays, config=config)
 
@@ -196,17 +197,17 @@ def _of_networks(case: Read):
   sizes = tuple(
     (x.in_dim, x.out_dim) for x in network.affine_maps(w, w).values()
   )
-  pieces = _module("mlp_memory.config")
+  pieces = module_of("mlp_memory.config")
   config = pieces.config(pieces.Call(sizes, w, w, "bfloat16", t, s))
   weights = {
-    name: _array(1, s, n, x.in_dim, x.out_dim)
+    name: array(1, s, n, x.in_dim, x.out_dim)
     for name, x in network.affine_maps(w, w).items()
   }
-  static = {name: _array(n, 1, w) for name in ("ln_gain", "ln_bias")}
-  q, gates = _array(1, n, t, w, dtype="bfloat16"), _array(1, n, s, t)
+  static = {name: array(n, 1, w) for name in ("ln_gain", "ln_bias")}
+  q, gates = array(1, n, t, w, dtype="bfloat16"), array(1, n, s, t)
 
   def run(q, weights, static, gates):
-    return _module("mlp_memory.mosaic_tpu").fwd(
+    return module_of("mlp_memory.mosaic_tpu").fwd(
       *(network.forward, q, weights, {}, static, gates),
       width=w,
       config=config,
@@ -227,8 +228,8 @@ def _xla(case: Read):
   from memcache_jax.ops.mlp_memory import MLP, read_networks
 
   t, n, w, s = case.tokens, case.heads, case.width, case.states
-  q, states = _array(1, t, n, w, dtype="bfloat16"), _array(1, s, n, w, w)
-  gates = _array(1, t, n, s)
+  q, states = array(1, t, n, w, dtype="bfloat16"), array(1, s, n, w, w)
+  gates = array(1, t, n, s)
   if case.hidden is None:
     run = functools.partial(cache_read, implementation="xla")
     return run, (q, states, gates)
@@ -238,8 +239,8 @@ def _xla(case: Read):
     implementation="xla",
   )
   names = {"w_in": (w, case.hidden), "w_out": (case.hidden, w)}
-  memories = {name: _array(1, s, n, *x) for name, x in names.items()}
-  static = {name: _array(n, w) for name in ("ln_gain", "ln_bias")}
+  memories = {name: array(1, s, n, *x) for name, x in names.items()}
+  static = {name: array(n, w) for name in ("ln_gain", "ln_bias")}
   return run, (static, memories, q, gates)
 
 

@@ -64,7 +64,6 @@ class _DeltaMemory(MatrixMemory):
         "mask": tokens.mask,
         "starts": tokens.starts,
         "chunk_size": self.chunk_size,
-        "implementation": of_op(self.implementation),
       },
     )
 
@@ -103,8 +102,15 @@ class Delta(_DeltaMemory):
     return {"beta": Gate("sigmoid", scale=self.max_beta)}
 
   def _write_and_read(self, tokens, options):
-    q, k, v = tokens.q, tokens.k, tokens.v
-    return delta_rule(q, k, v, tokens.gates["beta"], **options)
+    return delta_rule(
+      tokens.q,
+      tokens.k,
+      tokens.v,
+      tokens.gates["beta"],
+      log_decay=tokens.gates.get("log_decay"),
+      implementation=of_op(self.implementation, "mosaic_tpu"),
+      **options,
+    )
 
 
 @dataclass(frozen=True)
@@ -124,12 +130,6 @@ class GatedDelta(Delta):
 
   def gates(self) -> Mapping[str, Gate]:
     return {"log_decay": Gate("log_decay"), **super().gates()}
-
-  def _write_and_read(self, tokens, options):
-    q, k, v, gates = tokens.q, tokens.k, tokens.v, tokens.gates
-    return delta_rule(
-      q, k, v, gates["beta"], log_decay=gates["log_decay"], **options
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,5 +169,6 @@ class RWKV7(_DeltaMemory):
       gates["log_decay"],
       gates["removal_key"],
       gates["rate"],
+      implementation=of_op(self.implementation),
       **options,
     )

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from memcache_jax import sharding
-from memcache_jax.array_typing import Array
+from memcache_jax.array_typing import PyTree
 
 Implementation: TypeAlias = Literal["reference", "xla", "mosaic_tpu", "triton"]
 Choice: TypeAlias = Literal[
@@ -103,13 +103,13 @@ def run(
 def run_spread(
   op: str,
   choice: Choice,
-  xla: Callable[..., Array],
-  kernels: Mapping[str, Callable[..., Array]],
+  xla: Callable[..., PyTree],
+  kernels: Mapping[str, Callable[..., PyTree]],
   gradients: Mapping[str, Callable[..., tuple[Any, ...]]] | None,
   inputs: tuple[Any, ...],
   axes: tuple[Any, ...],
-  output_axes: str,
-) -> Array:
+  output_axes: PyTree,
+) -> PyTree:
   """`run` on every device's own rows and heads, with a gradient.
 
   There is a first derivative only: a kernel has no more, and which one runs is
@@ -125,7 +125,7 @@ def run_spread(
       the inputs that are not integers. None: the XLA form's everywhere.
     inputs: trees of arrays.
     axes: letters of their axes.
-    output_axes: of the output.
+    output_axes: of the output, which may be a tree, too.
   """
   floats = [i for i, x in enumerate(inputs) if _is_floating(x)]
 

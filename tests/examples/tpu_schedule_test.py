@@ -4,7 +4,11 @@ import importlib
 
 import pytest
 
-from examples.benchmarks import tpu_schedule, tpu_schedule_reads
+from examples.benchmarks import (
+  tpu_schedule,
+  tpu_schedule_delta,
+  tpu_schedule_reads,
+)
 from examples.benchmarks.tpu_schedule import Case
 
 BUNDLES = """
@@ -63,3 +67,11 @@ def test_what_reads_need():
   assert read(256, hidden=512).flops == 64 * 4 * one
   # Every state is selected about 128 times, by some more and by some less.
   assert 64 < tpu_schedule_reads.tiles_in_use(read(256, selected=2), 128) < 128
+
+
+def test_what_the_delta_rule_needs():
+  rule = tpu_schedule_delta.Rule
+  # Of each chunk of 128 tokens, in products with a state.
+  one = 8 * (4096 // 128) * 2 * 128 * 256**2
+  assert rule(256).flops == (4 / 2 + 3) * one
+  assert rule(256, backward=True).flops == (10 / 2 + 7) * one

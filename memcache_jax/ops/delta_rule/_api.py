@@ -1,4 +1,8 @@
-"""`delta_rule`: checks, masking and choice of implementation."""
+"""`delta_rule`: checks, masking, gradient, choice of implementation."""
+
+import functools
+
+import jax.numpy as jnp
 
 from memcache_jax import token_layout
 from memcache_jax.array_typing import Array, Bool, Float
@@ -7,8 +11,11 @@ from memcache_jax.ops.delta_rule import (
   _arguments,
   _chunked,
   _chunks,
+  _kernels,
   _reference,
 )
+
+_NAME = "delta_rule"
 
 
 def delta_rule(
@@ -51,15 +58,18 @@ def delta_rule(
       `initial`; ignored on masked tokens.
     chunk_size: tokens computed in parallel, rounded up to a power of two;
       changes speed only.
-    implementation: "reference" (token by token), "xla" (chunk-parallel) or
-      None for the fastest.
+    implementation: "reference" (token by token), "xla" (chunk-parallel),
+      "mosaic_tpu" or None for the kernel on a TPU, and "xla" elsewhere and
+      for one token.
 
   Returns:
     y, in the dtype of v, and the memory after the last token, in float32.
 
   Raises:
     ValueError: when shapes or dtypes do not fit together.
-    NotImplementedError: when the chosen implementation does not exist.
+    NotImplementedError: when the chosen implementation cannot take the call;
+      on derivatives other than a first one in reverse, where it may run as a
+      kernel: those are for "xla".
 
   Example:
     >>> import jax.numpy as jnp
@@ -81,7 +91,12 @@ def delta_rule(
     starts=starts,
     chunk_size=chunk_size,
   )
-  name = _dispatch.resolve("delta_rule", implementation)
+  if 0 in q.shape[:3] or (implementation is None and q.shape[1] == 1):
+    implementation = "xla"  # a kernel would fill a chunk up with nothing
+  why_not = {}
+  if implementation not in ("reference", "xla"):
+    why_not = _kernels.why_not(q, v)
+  choice = _dispatch.resolve(_NAME, implementation, why_not)
   if mask is not None:
     # Whatever a masked token holds, even nan, must not reach a product. All
     # zeros, it writes nothing, and it decays nothing.
@@ -89,10 +104,48 @@ def delta_rule(
       (q, k, v, beta, log_decay, starts), mask
     )
   state = _chunks.initial_state(q, v, state, initial)
-  if name == "reference":
+  if choice == "reference":
     return _reference.delta_rule(
       q, k, v, beta, log_decay, state, initial, starts
     )
+  if choice == "xla":
+    return _chunked.delta_rule(
+      q, k, v, beta, log_decay, state, initial, starts, chunk_size
+    )
+  return _by_kernel(
+    choice, chunk_size, q, k, v, beta, log_decay, state, initial, starts
+  )
+
+
+def _by_kernel(
+  choice, chunk_size, q, k, v, beta, log_decay, state, initial, starts
+):
+  inputs = [q, k, v, beta, log_decay, state, None]
+  axes = ["b t n k", "b t n k", "b t n v", "b t n", None, "b n k v", None]
+  if log_decay is not None:
+    axes[4] = "b t n"
+  if starts is not None:
+    if initial is not None:
+      # Of every row: what rows share would be summed up on each device alone.
+      rows = jnp.zeros_like(state)
+      inputs[6], axes[6] = rows + initial.astype(jnp.float32)[None], "b n k v"
+    inputs.append(starts)
+    axes.append("b t")
+  return _dispatch.run_spread(
+    _NAME,
+    choice,
+    functools.partial(_xla, chunk_size),
+    {"mosaic_tpu": _kernels.mosaic_tpu},
+    {"mosaic_tpu": _kernels.mosaic_tpu_vjp},
+    tuple(inputs),
+    tuple(axes),
+    ("b t n v", "b n k v"),
+  )
+
+
+def _xla(chunk_size, q, k, v, beta, log_decay, state, initial, starts=None):
+  if initial is not None:
+    initial = initial[0]  # all rows have the same one
   return _chunked.delta_rule(
     q, k, v, beta, log_decay, state, initial, starts, chunk_size
   )
