@@ -277,11 +277,13 @@ def main(argv: list[str] | None = None) -> None:
     "LIBTPU_INIT_ARGS": f"--xla_jf_dump_to={dump} --xla_jf_dump_llo_text=true",
   }
   # Imports this module under its own name, for what reads it.
+  from examples.benchmarks import tpu_schedule_batches as batches
   from examples.benchmarks import tpu_schedule_reads as reads
 
   for part, cases, of in (
     ("schedule", CASES, measure),
     ("schedule-reads", reads.CASES, reads.measure),
+    ("schedule-batches", batches.CASES, batches.measure),
   ):
     rows = []
     for case in cases[: options.first]:
