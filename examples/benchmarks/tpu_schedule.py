@@ -278,6 +278,7 @@ def main(argv: list[str] | None = None) -> None:
     "LIBTPU_INIT_ARGS": f"--xla_jf_dump_to={dump} --xla_jf_dump_llo_text=true",
   }
   # Import this module under its own name, for what reads it.
+  from examples.benchmarks import tpu_schedule_batches as batches
   from examples.benchmarks import tpu_schedule_delta as delta
   from examples.benchmarks import tpu_schedule_reads as reads
 
@@ -285,6 +286,7 @@ def main(argv: list[str] | None = None) -> None:
     "schedule": (CASES, measure),
     "schedule-reads": (reads.CASES, reads.measure),
     "schedule-delta": (delta.CASES, delta.measure),
+    "schedule-batches": (batches.CASES, batches.measure),
   }
   for part in options.only or parts:
     cases, of = parts[part]

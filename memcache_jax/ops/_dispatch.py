@@ -113,7 +113,8 @@ def run_spread(
   """`run` on every device's own rows and heads, with a gradient.
 
   There is a first derivative only: a kernel has no more, and which one runs is
-  known when the program is lowered.
+  known when the program is lowered. Where kernels have none and nobody chose
+  one, what is differentiated is the XLA form, which then does nothing twice.
 
   Args:
     op: its name.
@@ -125,7 +126,7 @@ def run_spread(
       the inputs that are not integers. None: the XLA form's everywhere.
     inputs: trees of arrays.
     axes: letters of their axes.
-    output_axes: of the output, which may be a tree, too.
+    output_axes: of the output, likewise a tree.
   """
   floats = [i for i, x in enumerate(inputs) if _is_floating(x)]
 
@@ -136,17 +137,18 @@ def run_spread(
     )
     return first_order(op, spread, *inputs), inputs
 
-  def xla_gradient(*args):
-    *inputs, gradient = args
-
+  def xla_forward(*inputs):
     def of_floats(*values):
       now = list(inputs)
       for i, value in zip(floats, values, strict=True):
         now[i] = value
       return xla(*now)
 
-    pull = jax.vjp(of_floats, *(inputs[i] for i in floats))[1]
-    return pull(gradient)
+    return jax.vjp(of_floats, *(inputs[i] for i in floats))
+
+  def xla_gradient(*args):
+    *inputs, gradient = args
+    return xla_forward(*inputs)[1](gradient)
 
   def kernel_gradient(*args):
     one = lambda *args: run(choice, xla_gradient, gradients or {}, *args)
@@ -158,14 +160,19 @@ def run_spread(
     # That of XLA is not taken on devices' own rows: what rows share is summed
     # over all of them.
     rule = xla_gradient if gradients is None else kernel_gradient
-    found = first_order(op, rule, *inputs, gradient)
+    return of_all(first_order(op, rule, *inputs, gradient))
+
+  def of_all(found):
     everything = [None] * len(inputs)
     for i, x in zip(floats, found, strict=True):
       everything[i] = x
     return tuple(everything)
 
   call = jax.custom_vjp(lambda *inputs: forward(*inputs)[0])
-  call.defvjp(forward, backward)
+  if gradients is None and choice == "by_platform":
+    call.defvjp(xla_forward, lambda pull, gradient: of_all(pull(gradient)))
+  else:
+    call.defvjp(forward, backward)
   return call(*inputs)
 
 

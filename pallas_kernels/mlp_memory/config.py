@@ -1,4 +1,4 @@
-"""Which calls the kernel takes, and in what pieces."""
+"""Which calls the kernels take, and in what pieces."""
 
 from dataclasses import dataclass
 
@@ -10,6 +10,8 @@ _LANES = 128
 _VMEM_LIMIT = (64 - 8) * _MIB
 # Numbers between two maps that are computed at a time: more would spill.
 _HIDDEN = 128 * 1024
+# Tokens of an inner batch: their scores are a register or a few.
+_COLUMNS = 256
 
 
 @dataclass(frozen=True)
@@ -57,26 +59,89 @@ def config(call: Call) -> Config:
 
 def supports(call: Call) -> str | None:
   """Why the TPU kernel cannot take a call; None if it can."""
-  if call.dtype not in ("float32", "bfloat16"):
-    return f"its queries are float32 or bfloat16: got {call.dtype}"
-  for width in sorted({call.k, call.v, *sum(call.maps, ())}):
-    if width % 32:
-      return f"its widths are multiples of 32: got {width}"
+  if reason := _wrong_operands(call):
+    return reason
   if call.tokens < 1 or call.networks < 1:
     return (
       "its tokens and networks are at least one: "
       f"got {call.tokens} and {call.networks}"
     )
-  need = _vmem_bytes(call, config(call))
-  if need > _VMEM_LIMIT:
+  return _too_large(_vmem_bytes(call, config(call)))
+
+
+@dataclass(frozen=True)
+class BatchesConfig:
+  """How inner batches are run.
+
+  Attributes:
+    vmem_limit_bytes: fast memory that the kernel may fill.
+  """
+
+  vmem_limit_bytes: int = _VMEM_LIMIT
+
+
+@dataclass(frozen=True)
+class BatchesCall:
+  """Sizes of one call that trains a network.
+
+  Attributes:
+    maps: input and output width of each affine map.
+    k: key width.
+    v: value width.
+    dtype: of queries, keys and values.
+    tokens: of an inner batch.
+    columns: tokens that it writes, those of a window before it included.
+    networks: of what is carried along: weights, momentum, start of the batch.
+    documents: whether any may begin.
+  """
+
+  maps: tuple[tuple[int, int], ...]
+  k: int
+  v: int
+  dtype: str
+  tokens: int
+  columns: int
+  networks: int
+  documents: bool
+
+
+def batches_config(call: BatchesCall) -> BatchesConfig:
+  """The pieces for a call, from its sizes alone."""
+  del call
+  return BatchesConfig()
+
+
+def batches_supports(call: BatchesCall) -> str | None:
+  """Why the TPU kernel cannot take such a call; None if it can."""
+  if reason := _wrong_operands(call):
+    return reason
+  if call.columns > _COLUMNS:
     return (
-      "a network must fit into fast memory: "
-      f"it takes {need // _MIB} of {_VMEM_LIMIT // _MIB} MiB"
+      f"an inner batch, with the window before it, has up to {_COLUMNS} "
+      f"tokens: got {call.columns}"
     )
+  return _too_large(_vmem_of_batches(call))
+
+
+def _wrong_operands(call: Call | BatchesCall) -> str | None:
+  if call.dtype not in ("float32", "bfloat16"):
+    return f"its queries are float32 or bfloat16: got {call.dtype}"
+  for width in sorted({call.k, call.v, *sum(call.maps, ())}):
+    if width % 32:
+      return f"its widths are multiples of 32: got {width}"
   return None
 
 
-def _widest(call: Call) -> int:
+def _too_large(need: int) -> str | None:
+  if need <= _VMEM_LIMIT:
+    return None
+  return (
+    "a network must fit into fast memory: "
+    f"it takes {need // _MIB} of {_VMEM_LIMIT // _MIB} MiB"
+  )
+
+
+def _widest(call: Call | BatchesCall) -> int:
   return max(call.k, call.v, *(max(widths) for widths in call.maps))
 
 
@@ -88,3 +153,13 @@ def _vmem_bytes(call: Call, chosen: Config) -> int:
   chunk = 8 * chosen.chunk * up(_widest(call))
   rows = chosen.rows * (up(call.k) + up(call.v) + up(call.networks))
   return 4 * (3 * weights + chunk + 2 * rows)
+
+
+def _vmem_of_batches(call: BatchesCall) -> int:
+  up = lambda x: -(-x // _LANES) * _LANES
+  weights = sum(up(i) * up(o) for i, o in call.maps)
+  # What is carried along comes in and goes out, each of two buffers, as do
+  # weights of new documents; operands and what is written.
+  networks = 4 * call.networks + 2 * call.documents + 3
+  widths = up(call.k) + up(call.v) + sum(up(i) + up(o) for i, o in call.maps)
+  return 4 * (networks * weights + 4 * up(call.columns) * widths)

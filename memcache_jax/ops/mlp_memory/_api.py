@@ -1,5 +1,6 @@
 """`mlp_memory`: checks, masking and choice of implementation."""
 
+import functools
 from collections.abc import Mapping
 
 import jax.numpy as jnp
@@ -7,7 +8,12 @@ import jax.numpy as jnp
 from memcache_jax import token_layout
 from memcache_jax.array_typing import Array, Bool, Float, Params
 from memcache_jax.ops import _dispatch
-from memcache_jax.ops.mlp_memory import _chunked, _reference, _validate
+from memcache_jax.ops.mlp_memory import (
+  _chunked,
+  _kernels,
+  _reference,
+  _validate,
+)
 from memcache_jax.ops.mlp_memory._architecture import (
   Architecture,
   static_of,
@@ -21,6 +27,8 @@ from memcache_jax.ops.mlp_memory._state import (
   init_state,
   make_rule,
 )
+
+_NAME = "mlp_memory"
 
 
 def mlp_memory(
@@ -63,6 +71,9 @@ def mlp_memory(
   read what the inner batches before theirs have written:
   ``y_t = M_{\theta_*}(q_t)``.
 
+  The kernel has no gradient of its own: that of the XLA form is taken, with
+  that form's forward passes. So None takes it where nothing is differentiated.
+
   Args:
     q: queries; float32 or bfloat16, like k and v.
     k: keys.
@@ -94,14 +105,16 @@ def mlp_memory(
     max_unaligned_starts: most starts per row that lie inside an inner batch;
       rows with more become nan. Needed with starts under jax.jit.
     implementation: "reference" (token by token), "xla" (one inner batch at a
-      time) or None for the fastest.
+      time), "mosaic_tpu" (the same, with weights in a TPU's fast memory), or
+      None for the fastest on the platform the program is compiled for.
 
   Returns:
     y, in the dtype of v, and the state after the last token, in float32.
 
   Raises:
     ValueError: when shapes, dtypes or options do not fit together.
-    NotImplementedError: when the chosen implementation does not exist.
+    NotImplementedError: when the chosen implementation cannot take the call;
+      on derivatives other than a first one in reverse, where it is a kernel.
 
   Example:
     >>> import jax
@@ -184,7 +197,10 @@ def mlp_memory(
 def _run(
   rule, inputs, params, mix, state, mask, starts, max_unaligned, implementation
 ):
-  name = _dispatch.resolve("mlp_memory", implementation)
+  why_not = None
+  if implementation in (None, "mosaic_tpu"):
+    why_not = _kernels.why_not(rule, inputs, mix, state, mask, starts)
+  choice = _dispatch.resolve(_NAME, implementation, {"mosaic_tpu": why_not})
   inputs = inputs._replace(
     tail_gates={
       name: x.astype(jnp.float32) for name, x in inputs.tail_gates.items()
@@ -198,6 +214,9 @@ def _run(
   if memories is not None:
     _validate.check_memories(memories, initial, mix)
   args = (rule, inputs, static, memories, initial, state, mask, starts)
-  if name == "reference":
+  if choice == "reference":
     return _reference.mlp_memory(*args)
-  return _chunked.mlp_memory(*args, max_unaligned)
+  if choice == "xla":
+    return _chunked.mlp_memory(*args, max_unaligned)
+  run_all = functools.partial(_kernels.run_blocks, choice)
+  return _chunked.mlp_memory(*args, max_unaligned, run_all)

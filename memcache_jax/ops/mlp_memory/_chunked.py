@@ -1,10 +1,11 @@
 """MLP memories by inner batches: matmuls inside, a scan across.
 
 Nothing as large as tokens x parameters is built, and a training step keeps
-the parameters at the start of inner batches only; see `_run`.
+the parameters at the start of inner batches only; see `run_blocks`.
 """
 
 import functools
+from collections.abc import Callable
 
 import einops
 import jax
@@ -25,6 +26,45 @@ from memcache_jax.ops.mlp_memory._state import MLPMemoryState, Rule
 _MAX_KEPT_BYTES = 2**26
 
 
+def run_blocks(
+  rule: Rule,
+  static: Params,
+  initial: Params,
+  memories: Params | None,
+  carry: Carry,
+  blocks: Blocks,
+) -> tuple[Carry, Float[Array, "b t n v"]]:
+  """Runs blocks; a backward pass runs every block forward again.
+
+  It keeps the parameters at the start of every block, and nothing else per
+  block. Where even that is much, only those at the start of groups of blocks
+  (and, in turn, of the blocks of one group) are kept: about 2 sqrt(g) sets for
+  g blocks, for one more forward pass.
+  """
+
+  @jax.checkpoint
+  def run(carry, block):
+    return run_block(rule, static, initial, memories, carry, block)
+
+  count = blocks.q.shape[0]
+  group = _group_size(count)
+  kept = count * sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(carry))
+  if kept <= _MAX_KEPT_BYTES or group == 1:
+    carry, y = scan_or_call(run, carry, blocks)
+  else:
+    blocks = jax.tree.map(
+      lambda x: x.reshape(count // group, group, *x.shape[1:]), blocks
+    )
+
+    @jax.checkpoint
+    def run_group(carry, group):
+      return jax.lax.scan(run, carry, group)
+
+    carry, y = jax.lax.scan(run_group, carry, blocks)
+    y = y.reshape(count, *y.shape[2:])
+  return carry, einops.rearrange(y, "g p b n d v -> b (g p d) n v")
+
+
 def mlp_memory(
   rule: Rule,
   inputs: Inputs,
@@ -35,11 +75,15 @@ def mlp_memory(
   mask: Bool[Array, "b t"] | None,
   starts: Bool[Array, "b t"] | None,
   max_unaligned_starts: int | None,
+  run_all: Callable[..., tuple[Carry, Array]] = run_blocks,
 ) -> tuple[Float[Array, "b t n v"], MLPMemoryState]:
-  """`mlp_memory`, one inner batch at a time; masked tokens are zeros."""
+  """`mlp_memory`, one inner batch at a time; masked tokens are zeros.
+
+  `run_all` is what runs the blocks: `run_blocks`, or a kernel in its place.
+  """
   if memories is not None:
     memories = {name: jnp.swapaxes(x, 1, 2) for name, x in memories.items()}
-  run = functools.partial(_run, rule, static, initial.theta, memories)
+  run = functools.partial(run_all, rule, static, initial.theta, memories)
   t = inputs.q.shape[1]
   if t == 0:
     return jnp.zeros_like(inputs.v), initial if state is None else state
@@ -115,38 +159,6 @@ def _state(carry, tail, position):
   return MLPMemoryState(
     carry.theta, carry.start, carry.momentum, carry.decay, tail, position
   )
-
-
-def _run(rule, static, initial, memories, carry: Carry, blocks: Blocks):
-  """Runs blocks; a backward pass runs every block forward again.
-
-  It keeps the parameters at the start of every block, and nothing else per
-  block. Where even that is much, only those at the start of groups of blocks
-  (and, in turn, of the blocks of one group) are kept: about 2 sqrt(g) sets for
-  g blocks, for one more forward pass.
-  """
-
-  @jax.checkpoint
-  def run(carry, block):
-    return run_block(rule, static, initial, memories, carry, block)
-
-  count = blocks.q.shape[0]
-  group = _group_size(count)
-  kept = count * sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(carry))
-  if kept <= _MAX_KEPT_BYTES or group == 1:
-    carry, y = scan_or_call(run, carry, blocks)
-  else:
-    blocks = jax.tree.map(
-      lambda x: x.reshape(count // group, group, *x.shape[1:]), blocks
-    )
-
-    @jax.checkpoint
-    def run_group(carry, group):
-      return jax.lax.scan(run, carry, group)
-
-    carry, y = jax.lax.scan(run_group, carry, blocks)
-    y = y.reshape(count, *y.shape[2:])
-  return carry, einops.rearrange(y, "g p b n d v -> b (g p d) n v")
 
 
 def _group_size(count: int) -> int:

@@ -1,0 +1,217 @@
+"""Between `mlp_memory` and its kernel: blocks, and scalars of their rows."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from einops import rearrange
+
+from memcache_jax.array_typing import Array, Bool, Float, Params
+from memcache_jax.ops import _dispatch
+from memcache_jax.ops.mlp_memory import _chunked
+from memcache_jax.ops.mlp_memory._architecture import MLP, GatedMLP, is_bias
+from memcache_jax.ops.mlp_memory._block import Blocks, Carry, Written
+from memcache_jax.ops.mlp_memory._closing import Closing
+from memcache_jax.ops.mlp_memory._coefficients import Coefficients, End
+from memcache_jax.ops.mlp_memory._grid import Inputs
+from memcache_jax.ops.mlp_memory._loss import L2, Dot
+from memcache_jax.ops.mlp_memory._pieces import num_pieces
+from memcache_jax.ops.mlp_memory._state import Mix, MLPMemoryState, Rule
+
+_ROWS, _LANES = 16, 128
+
+
+def why_not(
+  rule: Rule,
+  inputs: Inputs,
+  mix: Mix | None,
+  state: MLPMemoryState | None,
+  mask: Bool[Array, "b t"] | None,
+  starts: Bool[Array, "b t"] | None,
+) -> str | None:
+  """Why the kernel cannot take a call; None if it can."""
+  if (reason := _dispatch.why_not_installed()) is not None:
+    return reason
+  if type(rule.architecture) not in (MLP, GatedMLP):
+    return "a network of one's own may do what a kernel cannot"
+  if type(rule.loss) not in (L2, Dot):
+    return f"its loss is L2 or Dot: got {rule.loss}"
+  if type(rule.closing) is not Closing:
+    return f"nothing happens after its inner batches: got {rule.closing}"
+  if rule.delayed:
+    return "its tokens read their own weights, not those before their batch"
+  if mix is not None:
+    return "it reads the online memory alone, not a mix"
+  size, (k, v) = rule.inner_batch, (inputs.k.shape[-1], inputs.v.shape[-1])
+  if num_pieces(rule, size, k, v) > 1:
+    return (
+      "an inner batch of more tokens than a map is wide is read in pieces: "
+      f"got {size}"
+    )
+  module = _dispatch.kernel_module("mlp_memory.config")
+  documents = not (state is None and mask is None and starts is None)
+  maps = rule.architecture.affine_maps(k, v).values()
+  return module.batches_supports(
+    module.BatchesCall(
+      maps=tuple((x.in_dim, x.out_dim) for x in maps),
+      k=k,
+      v=v,
+      dtype=inputs.q.dtype.name,
+      tokens=size,
+      columns=size if rule.pairwise else size + rule.tail,
+      networks=2 + rule.has_momentum,
+      documents=documents,
+    )
+  )
+
+
+def run_blocks(
+  choice: _dispatch.Choice,
+  rule: Rule,
+  static: Params,
+  initial: Params,
+  memories: Params | None,
+  carry: Carry,
+  blocks: Blocks,
+) -> tuple[Carry, Float[Array, "b t n v"]]:
+  """`_chunked.run_blocks`, by the kernel where it is chosen or there is one."""
+  del memories  # None, see `why_not`
+  if choice == "by_platform" and blocks.q.shape[0] == 1:
+    # Nothing stays in fast memory for a second batch.
+    return _chunked.run_blocks(rule, static, initial, None, carry, blocks)
+  if blocks.fresh is None:
+    initial = {}
+  letters = lambda tree: jax.tree.map(lambda x: _LETTERS[x.ndim], tree)
+  carry_axes = letters(carry)
+  y, carry = _dispatch.run_spread(
+    "mlp_memory",
+    choice,
+    functools.partial(_xla, rule),
+    {"mosaic_tpu": functools.partial(_mosaic_tpu, rule)},
+    None,
+    (
+      blocks.q,
+      # Gates are in the coefficients.
+      (blocks.written.k, blocks.written.v),
+      blocks.coefficients,
+      (blocks.fresh, blocks.full, blocks.used),
+      static,
+      initial,
+      carry,
+    ),
+    (
+      "g p b n d k",
+      ("g b n e k", "g b n e v"),
+      _coefficient_axes(blocks.coefficients),
+      jax.tree.map(lambda _: "g b", (blocks.fresh, blocks.full, blocks.used)),
+      jax.tree.map(lambda _: "x n y v", static),
+      letters(initial),
+      carry_axes,
+    ),
+    ("b t n v", carry_axes),
+  )
+  return carry, y
+
+
+# Of weights and biases.
+_LETTERS = {4: "b n i o", 3: "b n o"}
+
+
+def _coefficient_axes(coefficients):
+  rows, row = "g p b n d", "g p b n"
+  end = End(row, row, f"{row} e", row, f"{row} e")
+  axes = Coefficients(rows, rows, f"{rows} e", end)
+  only = lambda letters, x: None if x is None else letters
+  is_none = lambda x: x is None
+  return jax.tree.map(only, axes, coefficients, is_leaf=is_none)
+
+
+def _xla(rule, q, written, coefficients, marks, static, initial, carry):
+  fresh, full, used = marks
+  written = Written(*written, {})
+  blocks = Blocks(written, coefficients, q, None, fresh, full, used)
+  carry, y = _chunked.run_blocks(rule, static, initial, None, carry, blocks)
+  return y, carry
+
+
+def _mosaic_tpu(rule, q, written, coefficients, marks, static, initial, carry):
+  pieces = _dispatch.kernel_module("mlp_memory.batches")
+  config = _dispatch.kernel_module("mlp_memory.config").BatchesConfig()
+  maps = rule.architecture.affine_maps(q.shape[-1], written[1].shape[-1])
+  network = pieces.Network(
+    rule.architecture.forward,
+    lambda output, target: rule.loss.gradient(output, target, {}),
+    {name: size.out_dim for name, size in maps.items()},
+    rule.pairwise,
+  )
+  scalars, places = _scalars(pieces, coefficients)
+  q = q[:, 0]
+  columns = lambda x: {
+    name: x[:, :, None] if is_bias(name) else x for name, x in x.items()
+  }
+  carried = {
+    name: columns(x)
+    for name, x in carry._asdict().items()
+    if x is not None and name != "decay"
+  }
+  operands = pieces.Operands(
+    _marks(pieces, marks, q),
+    *(_fill(x, 3) for x in (q, *written)),
+    scalars,
+    {name: x[0] for name, x in static.items()},
+    columns(initial) if initial else None,
+    carried,
+  )
+  y, carried = pieces.fwd(network, operands, places, config=config)
+  carried = {
+    kind: {
+      name: x[:, :, 0] if is_bias(name) else x for name, x in weights.items()
+    }
+    for kind, weights in carried.items()
+  }
+  y = rearrange(y[:, :, :, : q.shape[3]], "g b n d v -> b (g d) n v")
+  return y, carry._replace(**carried)
+
+
+def _marks(pieces, marks, q):
+  """Bits of each block and row; without marks of them all are used."""
+  fresh, full, used = marks
+  bit = lambda value, x: jnp.where(x, value, 0).astype(jnp.int32)
+  bits = jnp.zeros(q.shape[:2], jnp.int32)
+  if fresh is not None:
+    bits += bit(pieces.FRESH, fresh)
+  if full is not None:
+    bits += bit(pieces.FULL, full)
+  return bits + (pieces.USED if used is None else bit(pieces.USED, used))
+
+
+def _scalars(pieces, coefficients):
+  """All scalars of a block side by side, one column for each of the last."""
+  decay, carry, write, end = jax.tree.map(lambda x: x[:, 0], coefficients)
+  momentum_decay = end.momentum_decay
+  rows, columns = write.shape[3:]
+  columns += -columns % _ROWS  # those that fill up write nothing
+  count = max(-rows % _ROWS + rows, columns)
+  fill = lambda x: jnp.pad(x, [(0, 0)] * 3 + [(0, count - x.shape[3])])
+  if momentum_decay is not None:
+    momentum_decay = jnp.repeat(momentum_decay[..., None], count, axis=3)
+  kinds = {
+    "last": end.write,
+    "decay": decay,
+    "carry": carry,
+    "momentum_write": end.momentum_write,
+    "momentum_decay": momentum_decay,
+  }
+  there = {name: fill(x) for name, x in kinds.items() if x is not None}
+  places = dict.fromkeys(kinds) | {
+    name: columns + i for i, name in enumerate(there)
+  }
+  write = _fill(jnp.pad(write, [(0, 0)] * 3 + [(0, count - rows), (0, 0)]), 4)
+  scalars = jnp.concatenate([write, jnp.stack([*there.values()], -1)], axis=-1)
+  return _fill(scalars, 4, _LANES), pieces.Places(**places, end=rows - 1)
+
+
+def _fill(x, axis, multiple=_ROWS):
+  pad = [(0, 0)] * x.ndim
+  pad[axis] = (0, -x.shape[axis] % multiple)
+  return jnp.pad(x, pad)
