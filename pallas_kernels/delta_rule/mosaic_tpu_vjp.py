@@ -61,7 +61,7 @@ def bwd(
   """
   arrays = [x for x in operands if x is not None]
   _, _, chunks = steps = grid(operands.q, config)
-  options = dict(
+  options: dict[str, Any] = dict(
     grid=steps, compiler_params=compiler_params(config), interpret=interpret
   )
   starts = operands.initial is not None
@@ -103,7 +103,7 @@ def _kept_specs(operands: Operands, config: Config, backwards: int = 0):
   ]
 
 
-def _states(operands: Operands, config: Config, options):
+def _states(operands: Operands, config: Config, options: dict[str, Any]):
   """What is kept of each chunk."""
   q, state = operands.q, operands.state
   b, n, t, _ = q.shape
