@@ -13,7 +13,7 @@ from memcache_jax.testing import assert_close
 def test_rows_and_heads_over_eight_devices():
   rng = np.random.default_rng(0)
   normal = lambda *axes: rng.standard_normal(axes).astype(np.float32) / 4
-  network = MLP(depth=1, bias=True)
+  network = MLP(depth=1, bias=True, norm=False)
   x, params = (
     normal(4, 7, 2, 32),
     network.init_params(jax.random.key(0), 2, 32, 32),
