@@ -128,8 +128,8 @@ def _coefficient_axes(coefficients):
 
 def _xla(rule, q, written, coefficients, marks, static, initial, carry):
   fresh, full, used = marks
-  written = Written(*written, {})
-  blocks = Blocks(written, coefficients, q, None, fresh, full, used)
+  k, v = written
+  blocks = Blocks(Written(k, v, {}), coefficients, q, None, fresh, full, used)
   carry, y = _chunked.run_blocks(rule, static, initial, None, carry, blocks)
   return y, carry
 
