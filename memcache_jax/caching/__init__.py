@@ -8,6 +8,13 @@ from memcache_jax.caching._aggregators import (
   Residual,
 )
 from memcache_jax.caching._cached import Cached, CacheState
+from memcache_jax.caching._policies import (
+  CachePolicy,
+  DropOldest,
+  KeepMostUsed,
+  LogarithmicThinning,
+  MergeNeighbours,
+)
 from memcache_jax.caching._segments import (
   Constant,
   Explicit,
@@ -18,13 +25,18 @@ from memcache_jax.caching._sparse_selective import SparseSelective
 
 __all__ = [
   "Aggregator",
+  "CachePolicy",
   "CacheState",
   "Cached",
   "Constant",
+  "DropOldest",
   "Explicit",
   "GatedResidual",
+  "KeepMostUsed",
   "Logarithmic",
+  "LogarithmicThinning",
   "MemorySoup",
+  "MergeNeighbours",
   "MovingAverage",
   "Residual",
   "Segments",

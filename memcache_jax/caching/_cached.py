@@ -9,14 +9,23 @@ import jax.numpy as jnp
 
 from memcache_jax.array_typing import (
   Array,
+  Bool,
   Float,
   Gates,
+  Int,
   Params,
   PRNGKeyArray,
   State,
 )
-from memcache_jax.caching import _levels, _one_token, _segment_scan
+from memcache_jax.caching import (
+  _by_segment,
+  _layout,
+  _levels,
+  _one_segment,
+  _segment_scan,
+)
 from memcache_jax.caching._aggregators import Aggregator, GatedResidual
+from memcache_jax.caching._policies import CachePolicy, check_policy
 from memcache_jax.caching._segments import Constant, Segments
 from memcache_jax.caching._state import CacheState
 from memcache_jax.memories._base import (
@@ -48,6 +57,10 @@ class Cached(Memory):
     write_mode: "independent": every segment starts from the initial memory,
       in parallel. "checkpoint": one running memory, of which the cache holds
       snapshots.
+    policy: what is forgotten when a cache of fixed size is full, so that
+      streams of constant segments can go on for ever: `DropOldest`,
+      `KeepMostUsed`, `MergeNeighbours` or `LogarithmicThinning`. None: nothing
+      is, and what comes after the room of a state is nan.
 
   Example:
     >>> from memcache_jax.caching import Cached, Constant, GatedResidual
@@ -61,6 +74,7 @@ class Cached(Memory):
   segments: Segments = Constant()
   aggregate: Aggregator = GatedResidual()
   write_mode: Literal["independent", "checkpoint"] = "independent"
+  policy: CachePolicy | None = None
 
   def __post_init__(self):
     if isinstance(self.memory, Cached):
@@ -78,6 +92,7 @@ class Cached(Memory):
     _checks.check_choice(
       write_mode=(self.write_mode, ("independent", "checkpoint"))
     )
+    check_policy(self.policy, self.segments)
     taken = set(self.memory.gates()) & set(self.aggregate.gates())
     if taken:
       raise ValueError(
@@ -97,6 +112,29 @@ class Cached(Memory):
     limits = (self.aggregate.max_segments, self.segments.max_flagged)
     known = [limit for limit in limits if limit]
     return min(known) * self.segments.length if known else None
+
+  def capacity(self, max_length: int) -> int:
+    """Memories that a state for documents of `max_length` tokens holds."""
+    if self.policy is not None:
+      return self.policy.slots
+    return self.segments.capacity(max_length)
+
+  def limit(self, slots: int) -> int:
+    """Segments of a document that `slots` memories suffice for."""
+    if self.policy is not None:
+      return 2**31 - 1
+    return self.segments.limit(slots)
+
+  def readable(
+    self, n: Int[Array, "*#rows"], stored: Int[Array, "*#rows"]
+  ) -> Bool[Array, "*#rows"]:
+    """Whether tokens of segment `n` read the memory cached after `stored`.
+
+    With a policy that takes turns: whether they do if it is still there.
+    """
+    if self.policy is not None:
+      return self.policy.readable(n, stored)
+    return self.segments.readable(n, stored)
 
   def gates(self) -> Mapping[str, Gate]:
     return {**self.memory.gates(), **self.aggregate.gates()}
@@ -120,20 +158,20 @@ class Cached(Memory):
       batch: rows.
       max_length: tokens of one document that the cache must hold; from the
         first segment on that would need more room, a longer one becomes nan.
-        Must be given.
+        Must be given, unless there is a policy, which does without it.
 
     Raises:
       ValueError: when `max_length` is missing or not positive.
     """
     if max_length is None:
+      if self.policy is not None:
+        return self.empty_state(params, shape, batch, self.policy.slots)
       raise ValueError(
         "`max_length` must be given for a cached memory: the most tokens of "
         "one document that its state must have room for."
       )
     _checks.check_positive(max_length=max_length)
-    return self.empty_state(
-      params, shape, batch, self.segments.capacity(max_length)
-    )
+    return self.empty_state(params, shape, batch, self.capacity(max_length))
 
   def empty_state(
     self, params: Params, shape: HeadShape, batch: int, slots: int
@@ -144,6 +182,7 @@ class Cached(Memory):
     n, k, _ = shape
     pool = jnp.zeros((batch, n, k), jnp.float32)
     levels = self.segments.levels(slots)
+    counts_use = self.policy is not None and self.policy.counts_use
     return CacheState(
       online=online,
       pool=pool,
@@ -155,6 +194,7 @@ class Cached(Memory):
       index=jnp.full((batch, slots), -1, jnp.int32),
       count=jnp.zeros((batch,), jnp.int32),
       levels=_levels.empty(online, pool, levels, self.write_mode),
+      use=jnp.zeros((batch, slots), jnp.float32) if counts_use else None,
     )
 
   def check_state(
@@ -166,6 +206,11 @@ class Cached(Memory):
         f"returned: got a {type(state).__name__}."
       )
     slots = state.index.shape[1]
+    if self.policy is not None and slots != self.policy.slots:
+      raise ValueError(
+        f"`state` must come from a memory with policy {self.policy}: got one "
+        f"of {slots} slots."
+      )
     levels = self.segments.levels(slots)
     got = 0 if state.levels is None else state.levels.pools.shape[1]
     if levels != got:
@@ -231,34 +276,23 @@ class Cached(Memory):
     Returns:
       y, the state, and the weight with which every token reads each memory:
       those cached before the call, those of the segments of this call in
-      order (0 where not readable), and last the online one.
+      order (0 where not readable), and last the online one. With a policy
+      that takes turns: each place of the cache as it was then, and last the
+      online one.
     """
     check_tokens(self, tokens)
-    _check_room(self, tokens)
+    _layout.check_room(self, tokens)
     if state is not None:
       self.check_state(params, state, tokens.head_shape, tokens.q.shape[0])
     b, t = tokens.q.shape[:2]
+    if t > 1 and self.policy is not None and self.policy.takes_turns:
+      return _by_segment.run(self, params, state, tokens)
     if t > 1:
       return _segment_scan.run(self, params, state, tokens)
     if state is None:
-      state = self.empty_state(
-        params, tokens.head_shape, b, self.segments.capacity(t)
-      )
+      state = self.empty_state(params, tokens.head_shape, b, self.capacity(t))
     if t == 1:
-      return _one_token.run(self, params, state, tokens)
+      return _one_segment.run(self, params, state, tokens)
     slots = state.index.shape[1]
     weights = jnp.zeros((b, 0, tokens.q.shape[2], slots + 1), jnp.float32)
     return jnp.zeros_like(tokens.v), state, weights
-
-
-def _check_room(cached: Cached, tokens: Tokens) -> None:
-  """A gate per absolute segment must exist for every segment of a call."""
-  limit = cached.aggregate.max_segments
-  if limit is None or tokens.starts is not None or tokens.mask is not None:
-    return
-  segments = -(-tokens.q.shape[1] // cached.segments.length)
-  if segments > limit:
-    raise ValueError(
-      f"`max_segments` must be at least {segments} for a call of "
-      f"{tokens.q.shape[1]} tokens: got {limit}."
-    )

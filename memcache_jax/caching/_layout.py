@@ -140,6 +140,19 @@ def lay_out(tokens: Tokens, state, segments) -> Layout:
   )
 
 
+def check_room(cached, tokens: Tokens) -> None:
+  """A gate per absolute segment must exist for every segment of a call."""
+  limit = cached.aggregate.max_segments
+  if limit is None or tokens.starts is not None or tokens.mask is not None:
+    return
+  segments = -(-tokens.q.shape[1] // cached.segments.length)
+  if segments > limit:
+    raise ValueError(
+      f"`max_segments` must be at least {segments} for a call of "
+      f"{tokens.q.shape[1]} tokens: got {limit}."
+    )
+
+
 def _is_packed(tokens: Tokens, state, length: int) -> bool:
   """Whole segments of a new sequence, each of one document: nothing moves."""
   return (

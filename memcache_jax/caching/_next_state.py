@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from memcache_jax import token_layout
 from memcache_jax.array_typing import Array, Bool, Float, Int, State
 from memcache_jax.caching._levels import Levels
-from memcache_jax.caching._state import CacheState
+from memcache_jax.caching._state import CacheState, first_kept
 
 
 class CallSegments(NamedTuple):
@@ -36,7 +36,7 @@ class Written(NamedTuple):
 def advance(cached, params, state, tokens, layout, segments, written):
   """The state after the call."""
   b, t = tokens.q.shape[:2]
-  slots = cached.segments.capacity(t) if state is None else state.index.shape[1]
+  slots = cached.capacity(t) if state is None else state.index.shape[1]
   last = layout.last
   if isinstance(last, int):
     last = jnp.full((b,), last)
@@ -50,8 +50,8 @@ def advance(cached, params, state, tokens, layout, segments, written):
     new = jax.tree.map(lambda a, b: jnp.concatenate([a, b], 1), old, new)
     old_keep = (state.index >= 0) & (document == 0)[:, None]
     keep = jnp.concatenate([old_keep, keep], axis=1)
-  keep &= cached.segments.readable(count[:, None], new[2])
-  memories, keys, index = _first_kept(new, keep, slots)
+  keep &= cached.readable(count[:, None], new[2])
+  memories, keys, index = first_kept(new, keep, slots)
   online = written.online
   if cached.write_mode == "independent":
     initial = cached.memory.init_state(params, tokens.head_shape, b)
@@ -70,30 +70,10 @@ def advance(cached, params, state, tokens, layout, segments, written):
   )
   if layout.lost is None:
     return new_state
-  return _poison(new_state, layout.lost)
+  return poison(new_state, layout.lost)
 
 
-def _first_kept(tree, keep, slots):
-  """Moves the kept memories of each row to the front of `slots` places.
-
-  There may be more places than memories: a cache of explicit segments has room
-  for as many as flags could have ended.
-  """
-  order = jnp.argsort(~keep, axis=1, stable=True)[:, :slots]
-  filled = jnp.arange(slots)[None] < jnp.sum(keep, axis=1)[:, None]
-
-  def pick(x):
-    flags = filled.reshape(filled.shape + (1,) * (x.ndim - 2))
-    empty = -1 if jnp.issubdtype(x.dtype, jnp.integer) else 0
-    missing = [(0, 0)] * x.ndim
-    missing[1] = (0, slots - x.shape[1])
-    x = jnp.pad(x, missing)
-    return jnp.where(flags, x, jnp.full((), empty, x.dtype))
-
-  return jax.tree.map(pick, token_layout.take_tokens(tree, order))
-
-
-def _poison(state, rows):
+def poison(state, rows):
   """Makes the state of rows that did not fit nan."""
 
   def one(x):

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 from memcache_jax.caching import _next_state, _router
 from memcache_jax.caching._next_state import Written
-from memcache_jax.caching._one_token import memory_tokens
+from memcache_jax.caching._one_segment import memory_tokens
 from memcache_jax.caching._weights import stored_memories, weigh
 
 

@@ -4,7 +4,6 @@ import jax.numpy as jnp
 
 from memcache_jax.array_typing import Array, Bool, Float, Int
 from memcache_jax.caching._aggregators import Aggregator
-from memcache_jax.caching._segments import Segments
 from memcache_jax.memories._base import Tokens
 
 
@@ -64,20 +63,17 @@ def _slot(logits, index):
 
 
 def beyond(
-  aggregate: Aggregator,
-  segments: Segments,
-  index: Int[Array, "*rows"],
-  slots: int,
+  cached, index: Int[Array, "*rows"], slots: int
 ) -> Bool[Array, "*rows"]:
   """Which segments have no right result: too much came before them.
 
   Args:
-    aggregate: may know a limited number of segments.
-    segments: know for how many the slots suffice.
+    cached: its segments know for how many the slots suffice, and its
+      aggregator may know a limited number of them.
     index: number of the segment in its document.
     slots: memories that the state can hold.
   """
-  limit = segments.limit(slots)
-  if aggregate.max_segments is not None:
-    limit = min(limit, aggregate.max_segments)
+  limit = cached.limit(slots)
+  if cached.aggregate.max_segments is not None:
+    limit = min(limit, cached.aggregate.max_segments)
   return index >= limit

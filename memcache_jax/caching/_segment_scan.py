@@ -14,7 +14,7 @@ from memcache_jax.caching import (
   _sparse_read,
 )
 from memcache_jax.caching._next_state import CallSegments, Written
-from memcache_jax.caching._one_token import memory_tokens
+from memcache_jax.caching._one_segment import memory_tokens
 from memcache_jax.caching._segments import block_level
 from memcache_jax.caching._weights import stored_memories, weigh
 from memcache_jax.memories._base import HeadShape, Tokens
@@ -42,10 +42,8 @@ def run(cached, params, state, tokens):
   )
   slots = carried
   if state is None:
-    slots = cached.segments.capacity(tokens.q.shape[1])
-  lost = _router.beyond(
-    cached.aggregate, cached.segments, segments.index, slots
-  )
+    slots = cached.capacity(tokens.q.shape[1])
+  lost = _router.beyond(cached, segments.index, slots)
   y = jnp.where(lost[:, :, None, None, None], jnp.nan, y)
   y = layout.collect(y.astype(tokens.v.dtype))
   state = _next_state.advance(
@@ -191,7 +189,7 @@ def _finish(cached, params, state, layout, tokens, segments, ends, online):
   if state is not None:
     levels = state.levels
   elif layout.tokens >= 2 * layout.length:
-    slots = cached.segments.capacity(layout.tokens)
+    slots = cached.capacity(layout.tokens)
     initial = cached.empty_state(params, _shape(tokens), total.shape[0], slots)
     levels = sharding.rows_like(initial, tokens.q).levels
   if levels is not None:

@@ -2,7 +2,11 @@
 
 from typing import NamedTuple
 
-from memcache_jax.array_typing import Array, Float, Int, State
+import jax
+import jax.numpy as jnp
+
+from memcache_jax import token_layout
+from memcache_jax.array_typing import Array, Bool, Float, Int, PyTree, State
 from memcache_jax.caching._levels import Levels
 
 
@@ -19,6 +23,8 @@ class CacheState(NamedTuple):
     count: segments completed in the running document. Where there are more
       than the slots suffice for, everything read is nan.
     levels: writers of longer blocks, with logarithmic segments.
+    use: weight with which each cached memory has been read, summed over tokens
+      and averaged over heads; for a policy that asks for it.
   """
 
   online: State
@@ -29,3 +35,31 @@ class CacheState(NamedTuple):
   index: Int[Array, "b s"]
   count: Int[Array, " b"]
   levels: Levels | None = None
+  use: Float[Array, "b s"] | None = None
+
+
+def to_front(state: CacheState, keep: Bool[Array, "b s"]) -> CacheState:
+  """Moves the kept memories of each row to its front, and frees the rest."""
+  stored = (state.memories, state.keys, state.index, state.use)
+  memories, keys, index, use = first_kept(stored, keep, keep.shape[1])
+  return state._replace(memories=memories, keys=keys, index=index, use=use)
+
+
+def first_kept(tree: PyTree, keep: Bool[Array, "b s"], slots: int) -> PyTree:
+  """Moves the kept memories of each row to the front of `slots` places.
+
+  There may be more places than memories: a cache of explicit segments has room
+  for as many as flags could have ended. Free places hold 0, or -1 as integers.
+  """
+  order = jnp.argsort(~keep, axis=1, stable=True)[:, :slots]
+  filled = jnp.arange(slots)[None] < jnp.sum(keep, axis=1)[:, None]
+
+  def pick(x):
+    flags = filled.reshape(filled.shape + (1,) * (x.ndim - 2))
+    empty = -1 if jnp.issubdtype(x.dtype, jnp.integer) else 0
+    missing = [(0, 0)] * x.ndim
+    missing[1] = (0, slots - x.shape[1])
+    x = jnp.pad(x, missing)
+    return jnp.where(flags, x, jnp.full((), empty, x.dtype))
+
+  return jax.tree.map(pick, token_layout.take_tokens(tree, order))

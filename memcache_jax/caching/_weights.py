@@ -65,9 +65,7 @@ def weigh(cached, stored, segments, tokens) -> Weighed:
   readable = segments.document[:, :, None] == stored.document[:, None]
   block = jnp.arange(g)[None]
   readable &= stored.block[:, None] < block[:, :, None]
-  readable &= cached.segments.readable(
-    segments.index[:, :, None], stored.index[:, None]
-  )
+  readable &= cached.readable(segments.index[:, :, None], stored.index[:, None])
   flat = jax.tree.map(lambda x: x.reshape(b, g * c, *x.shape[3:]), tokens)
   own_key = None
   if aggregate.router in ("context", "shared"):

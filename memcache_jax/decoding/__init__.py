@@ -1,6 +1,16 @@
 """Decoding: prompts in, tokens out, with the state as the only memory."""
 
 from memcache_jax.decoding._generate import generate, stream
+from memcache_jax.decoding._states import mark, rewind, verify, with_room
 from memcache_jax.decoding._steps import decode_step, prefill
 
-__all__ = ["decode_step", "generate", "prefill", "stream"]
+__all__ = [
+  "decode_step",
+  "generate",
+  "mark",
+  "prefill",
+  "rewind",
+  "stream",
+  "verify",
+  "with_room",
+]

@@ -1,4 +1,4 @@
-"""One token of a cached memory: what a decode step computes."""
+"""Tokens of one segment: what a decode step computes, of a single one."""
 
 from dataclasses import replace
 
@@ -14,12 +14,16 @@ from memcache_jax.memories._base import Tokens
 
 
 def run(cached, params, state, tokens):
-  """Writes and reads one token; returns y, state and weights."""
-  b = tokens.q.shape[0]
+  """Writes and reads tokens; returns y, state and weights.
+
+  All tokens of a row must fit into its open segment, and a document may start
+  only at the first one.
+  """
+  b, t = tokens.q.shape[:2]
   slots = state.index.shape[1]
   mask = tokens.mask
   if mask is None:
-    mask = jnp.ones((b, 1), bool)
+    mask = jnp.ones((b, t), bool)
   else:  # whatever a masked token holds, even nan, must not reach a product
     q, k, v, gates = token_layout.zero_masked(
       (tokens.q, tokens.k, tokens.v, dict(tokens.gates)), mask
@@ -28,33 +32,35 @@ def run(cached, params, state, tokens):
   if tokens.starts is not None:
     empty = cached.empty_state(params, tokens.head_shape, b, slots)
     state = token_layout.select_rows((tokens.starts & mask)[:, 0], empty, state)
-  pool = state.pool + tokens.k[:, 0].astype(jnp.float32)
-  position = state.position + mask[:, 0].astype(jnp.int32)
-  own_key = _router.pooled(cached.aggregate, pool, position)
+  k = tokens.k.astype(jnp.float32)
+  running = state.pool[:, None] + jnp.cumsum(k, axis=1)
+  count = state.position[:, None] + jnp.cumsum(mask, axis=1, dtype=jnp.int32)
+  own_key = _router.pooled(cached.aggregate, running, count)
 
   readable = (state.index >= 0)[:, None, None]
   logits, own_logit = _router.route(
     cached.aggregate,
     tokens,
     state.keys,
-    own_key[:, None],
+    own_key,
     state.index,
-    state.count[:, None],
+    jnp.broadcast_to(state.count[:, None], (b, t)),
   )
   readable = jnp.broadcast_to(readable, (*tokens.q.shape[:3], slots))
   weights, own, selection = mix(cached.aggregate, logits, own_logit, readable)
   y, online = _read(cached, params, state, tokens, weights, own, selection)
-  lost = _router.beyond(cached.aggregate, cached.segments, state.count, slots)
+  lost = _router.beyond(cached, state.count, slots)
   y = jnp.where(lost[:, None, None, None], jnp.nan, y)
   y = jnp.where(mask[..., None, None], y, 0.0)
 
   after = state._replace(
     online=online,
-    pool=pool,
-    position=position,
+    pool=running[:, -1],
+    position=count[:, -1],
     levels=_write_levels(cached, params, state, tokens, mask),
+    use=_count_use(state, weights, mask),
   )
-  done = position == cached.segments.length
+  done = after.position == cached.segments.length
   if tokens.segment_ends is not None:
     known = state.count < cached.segments.max_flagged
     done |= (tokens.segment_ends & mask)[:, 0] & known
@@ -92,8 +98,16 @@ def memory_tokens(memory, tokens, mask):
   return Tokens(tokens.q, tokens.k, tokens.v, gates, mask)
 
 
+def _count_use(state, weights, mask):
+  """How much each memory has been read, these tokens included."""
+  if state.use is None:
+    return None
+  weights = jnp.where(mask[..., None], jnp.mean(weights, axis=2), 0.0)
+  return state.use + jax.lax.stop_gradient(jnp.sum(weights, axis=1))
+
+
 def _write_levels(cached, params, state, tokens, mask):
-  """The writers of longer blocks, after the token."""
+  """The writers of longer blocks, after the tokens."""
   if state.levels is None:
     return None
   memory, b = cached.memory, tokens.q.shape[0]
@@ -103,8 +117,8 @@ def _write_levels(cached, params, state, tokens, mask):
     state.levels,
     memory_tokens(memory, tokens, mask),
     state.count,
-    (state.position == 0) & mask[:, 0],
-    tokens.k[:, 0].astype(jnp.float32),
+    (state.position == 0) & jnp.any(mask, axis=1),
+    jnp.sum(tokens.k.astype(jnp.float32), axis=1),
     memory.init_state(params, tokens.head_shape, b),
   )
 
@@ -126,7 +140,11 @@ def _cache(cached, params, state, done, shape):
   # Blocks that the new one replaces make room for it. Without longer blocks
   # there are none, and the cache is not touched.
   after = state.count + done.astype(jnp.int32)
-  keep = cached.segments.readable(after[:, None], state.index)
+  if cached.policy is not None:
+    make_room = lambda x: cached.policy.make_room(cached, x, done)
+    # Moves memories: not at every token.
+    state = jax.lax.cond(jnp.any(done), make_room, lambda x: x, state)
+  keep = cached.readable(after[:, None], state.index)
   if state.levels is not None:
     memories, keys_before = token_layout.zero_masked(
       (state.memories, state.keys), keep
