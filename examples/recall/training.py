@@ -86,12 +86,13 @@ def train(
   Args:
     settings: sizes.
     seed: of the weights and the rows.
-    report: called with the step and its loss, some twenty times.
+    report: called with the step and the mean loss since the last time, some
+      twenty times.
   """
   params = model.initial_params(settings, jnp.asarray(seed))
   state = TrainState(params, optimizer(settings).init(params))
   tasks = [settings.task(pairs) for pairs in settings.train_pairs]
-  every = -(-settings.steps // 20)
+  every, losses = -(-settings.steps // 20), []
   for step in range(1, settings.steps + 1):
     rng = np.random.default_rng([TRAIN, seed, step])
     task = tasks[step % len(tasks)]
@@ -99,8 +100,10 @@ def train(
     state, loss = train_step(
       settings, state, batch.tokens, batch.targets, batch.answer_mask
     )
+    losses.append(loss)
     if step % every == 0 or step == settings.steps:
-      report(step, float(loss))
+      report(step, float(np.mean(losses)))
+      losses = []
   return state.params
 
 
