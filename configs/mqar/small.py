@@ -16,11 +16,14 @@ def get_config() -> ml_collections.ConfigDict:
       # The task.
       "length": 256,
       "num_pairs": 16,
+      "train_pairs": (2, 4, 8, 16),
       "vocab_size": 8192,
       "random_fillers": False,
       # The model.
       "memory": "linear",
       "aggregate": "gated_residual",
+      "gate": "context",
+      "write_mode": "independent",
       "segment_length": 32,
       "dim": 64,
       "num_layers": 2,

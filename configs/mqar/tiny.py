@@ -15,6 +15,7 @@ def get_config() -> ml_collections.ConfigDict:
   config = small.get_config()
   config.length = 16
   config.num_pairs = 2
+  config.train_pairs = (1, 2)
   config.vocab_size = 32
   config.dim = 16
   config.segment_length = 4

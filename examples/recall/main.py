@@ -9,17 +9,23 @@ import numpy as np
 from absl import app, flags
 from ml_collections import config_flags
 
-from examples.recall import training
+from examples.recall import sweep, training
 from examples.recall.settings import Settings
 
 _CONFIG = config_flags.DEFINE_config_file(
   "config", default=None, help_string="a file of configs/mqar", lock_config=True
 )
 _OUT = flags.DEFINE_string("out", None, "write the results to this JSON file")
+_SWEEP = flags.DEFINE_enum(
+  "sweep", None, list(sweep.SWEEPS), "run a comparison around the config"
+)
+_FOLDER = flags.DEFINE_string(
+  "folder", None, "of a sweep; what it already holds is not run again"
+)
 
 
 def main(arguments: list[str]) -> None:
-  """Trains and measures every seed of the config."""
+  """Trains and measures every seed of the config, or of a sweep around it."""
   if len(arguments) > 1:
     raise app.UsageError(f"unknown arguments: {' '.join(arguments[1:])}")
   fields = dict(_CONFIG.value)
@@ -28,6 +34,13 @@ def main(arguments: list[str]) -> None:
     settings = Settings(**fields)
   except ValueError as error:
     raise app.UsageError(str(error)) from error
+  if (_SWEEP.value is None) != (_FOLDER.value is None):
+    raise app.UsageError("--sweep and --folder belong together")
+  if _SWEEP.value is not None:
+    if _OUT.value is not None:
+      raise app.UsageError("--out is of one config: a sweep has its --folder")
+    run_sweep(_SWEEP.value, settings, seeds, pathlib.Path(_FOLDER.value))
+    return
   results = run(settings, seeds)
   if _OUT.value:
     text = json.dumps(results, indent=1) + "\n"
@@ -36,18 +49,7 @@ def main(arguments: list[str]) -> None:
 
 def run(settings: Settings, seeds: tuple[int, ...]) -> dict:
   """Trains and measures every seed, prints and returns what came out."""
-  runs = []
-  for seed in seeds:
-    start = time.perf_counter()
-
-    def report(step: int, loss: float, seed: int = seed) -> None:
-      print(f"seed {seed}, step {step:>6,}: loss {loss:.3f}", flush=True)
-
-    params = training.train(settings, seed, report)
-    accuracy = training.accuracy(settings, params)
-    seconds = time.perf_counter() - start
-    print(f"seed {seed}: accuracy {accuracy:.3f} after {seconds:.0f} s")
-    runs.append({"seed": seed, "accuracy": accuracy, "seconds": seconds})
+  runs = [_run_seed(settings, seed) | {"seed": seed} for seed in seeds]
   accuracies = np.array([run["accuracy"] for run in runs])
   print(
     f"{settings.memory} with {settings.aggregate}: accuracy "
@@ -55,6 +57,36 @@ def run(settings: Settings, seeds: tuple[int, ...]) -> dict:
     f"{accuracies.max():.3f} over {len(runs)} seeds"
   )
   return {"settings": dataclasses.asdict(settings), "runs": runs}
+
+
+def run_sweep(
+  name: str, base: Settings, seeds: tuple[int, ...], folder: pathlib.Path
+) -> None:
+  """Runs what is missing of a sweep, and writes its table and its figure."""
+  from examples.recall import report  # matplotlib is not needed by one run
+
+  runs = list(sweep.runs(name, base, seeds))
+  results = sweep.load(folder)
+  missing = [run for run in runs if sweep.find(results, run) is None]
+  print(f"{len(runs)} runs, {len(missing)} of them left, in {folder}")
+  for done, run in enumerate(missing):
+    print(f"{done + 1} of {len(missing)}: {run.name}, seed {run.seed}")
+    sweep.append(folder, run, _run_seed(run.settings, run.seed))
+    report.write(folder, runs, sweep.load(folder))
+  print(report.write(folder, runs, sweep.load(folder)))
+
+
+def _run_seed(settings: Settings, seed: int) -> dict:
+  start = time.perf_counter()
+
+  def report(step: int, loss: float) -> None:
+    print(f"seed {seed}, step {step:>6,}: loss {loss:.3f}", flush=True)
+
+  params = training.train(settings, seed, report)
+  accuracy = training.accuracy(settings, params)
+  seconds = time.perf_counter() - start
+  print(f"seed {seed}: accuracy {accuracy:.3f} after {seconds:.0f} s")
+  return {"accuracy": accuracy, "seconds": seconds}
 
 
 if __name__ == "__main__":

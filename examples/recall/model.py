@@ -57,7 +57,9 @@ def _mixer(settings: Settings) -> MixerSpec:
   if settings.aggregate != "none":
     kind = Logarithmic if settings.aggregate == "logarithmic" else Constant
     segments = kind(settings.segment_length)
-    memory = Cached(memory, segments, _aggregator(settings))
+    memory = Cached(
+      memory, segments, _aggregator(settings), settings.write_mode
+    )
   return MemorySpec(memory, settings.num_heads)
 
 
@@ -76,15 +78,18 @@ def _memory(settings: Settings) -> Memory:
 
 
 def _aggregator(settings: Settings) -> Aggregator:
+  gate = {"gate": settings.gate}
+  if settings.gate == "input":
+    gate["max_segments"] = -(-settings.length // settings.segment_length)
   match settings.aggregate:
     case "residual":
       return Residual()
     case "gated_residual" | "logarithmic":
-      return GatedResidual()
+      return GatedResidual(**gate)
     case "soup":
-      return MemorySoup()
+      return MemorySoup(**gate)
     case "sparse":
-      return SparseSelective(top_k=2)
+      return SparseSelective(top_k=2, **gate)
 
 
 @functools.cache

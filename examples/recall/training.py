@@ -86,26 +86,32 @@ def train(
   Args:
     settings: sizes.
     seed: of the weights and the rows.
-    report: called with the step and its loss, some twenty times.
+    report: called with the step and the mean loss since the last time, some
+      twenty times.
   """
   params = model.initial_params(settings, jnp.asarray(seed))
   state = TrainState(params, optimizer(settings).init(params))
-  task, every = settings.task, -(-settings.steps // 20)
+  tasks = [settings.task(pairs) for pairs in settings.train_pairs]
+  every, losses = -(-settings.steps // 20), []
   for step in range(1, settings.steps + 1):
     rng = np.random.default_rng([TRAIN, seed, step])
+    task = tasks[step % len(tasks)]
     batch = jax.device_put(task.batch(rng, settings.batch_size))
     state, loss = train_step(
       settings, state, batch.tokens, batch.targets, batch.answer_mask
     )
+    losses.append(loss)
     if step % every == 0 or step == settings.steps:
-      report(step, float(loss))
+      report(step, float(np.mean(losses)))
+      losses = []
   return state.params
 
 
 def accuracy(settings: Settings, params: nnx.State) -> float:
   """Token accuracy on the test rows."""
   rng = np.random.default_rng([TEST])
-  rows = settings.task.batch(rng, settings.test_rows)
+  task = settings.task(settings.num_pairs)
+  rows = task.batch(rng, settings.test_rows)
   size = min(settings.batch_size, settings.test_rows)
   predictions = []
   for start in range(0, settings.test_rows, size):

@@ -10,7 +10,7 @@ import pytest
 from absl import app, flags
 from absl.testing import flagsaver
 
-from examples.recall import main, model
+from examples.recall import main, model, report, sweep, training
 from examples.recall.settings import AggregateName, MemoryName, Settings
 
 pytestmark = pytest.mark.slow
@@ -56,25 +56,78 @@ def test_an_unknown_memory_is_one_clear_line(tmp_path):
     main.main(["main"])
 
 
+# As above.
+@pytest.mark.filterwarnings("ignore:.*load_module:DeprecationWarning")
+@flagsaver.flagsaver()
+def test_a_sweep_goes_on_where_it_stopped(tmp_path, capsys, monkeypatch):
+  config = ROOT / "configs" / "mqar" / "tiny.py"
+  flags.FLAGS(
+    ["main", f"--config={config}", "--sweep=headline", f"--folder={tmp_path}"]
+  )
+  trained, stop_after = [], 5
+
+  def train(settings, seed, report):
+    if len(trained) == stop_after:
+      raise KeyboardInterrupt
+    trained.append((settings, seed))
+    return seed
+
+  monkeypatch.setattr(training, "train", train)
+  monkeypatch.setattr(
+    training, "accuracy", lambda settings, params: 0.5 + 0.25 * params
+  )
+  with pytest.raises(KeyboardInterrupt):
+    main.main(["main"])
+  with (tmp_path / sweep.RESULTS).open("a") as file:
+    file.write('{"settings": {"length"')  # what a crash leaves
+  stop_after = None
+  main.main(["main"])
+  entries = sweep.headline(trained[0][0])
+  assert len(trained) == 2 * len(entries)
+  assert len(set(trained)) == len(trained)  # none of them twice
+  main.main(["main"])
+  assert len(trained) == 2 * len(entries)
+  table = (tmp_path / report.TABLE).read_text()
+  assert table.count("| 0.625 | 0.500 | 0.750 | 2 |") == len(entries)
+  assert table.strip() in capsys.readouterr().out
+  assert (tmp_path / report.FIGURE).stat().st_size > 1000
+
+
+@pytest.mark.parametrize("name", sorted(sweep.SWEEPS))
+def test_every_entry_of_a_sweep_is_another_model_or_task(name):
+  settings = Settings(**_fields("small"))
+  entries = sweep.SWEEPS[name](settings)
+  for entry in entries.values():
+    model.config(entry)
+    assert entry.task(max(entry.train_pairs)).length == entry.length
+  assert len(set(entries.values())) == len(entries)
+
+
+def _fields(name):
+  fields = dict(importlib.import_module(f"configs.mqar.{name}").get_config())
+  del fields["seeds"]
+  return fields
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_configs_make_models_of_every_kind(name):
   module = importlib.import_module(f"configs.mqar.{name}")
   assert "Command:" in module.__doc__
   assert "Result:" in module.__doc__
-  fields = dict(module.get_config())
-  assert fields.pop("seeds")
+  assert module.get_config().seeds
+  fields = _fields(name)
   made = set()
   for memory in typing.get_args(MemoryName):
     for aggregate in typing.get_args(AggregateName):
       fields |= {"memory": memory, "aggregate": aggregate}
       settings = Settings(**fields)
-      assert settings.task.length == fields["length"]
+      assert settings.task(2).length == fields["length"]
       if memory == "attention" and aggregate != "none":
         with pytest.raises(ValueError, match="must be 'none' for attention"):
           model.config(settings)
       else:
         made.add(model.config(settings).pattern)
   assert len(made) == 31  # no two of them are the same
-  for name in ("memory", "aggregate"):
+  for name in ("memory", "aggregate", "gate", "write_mode"):
     with pytest.raises(ValueError, match=f"`{name}` must be one of .*'typo'"):
       Settings(**fields | {name: "typo"})
