@@ -1,0 +1,88 @@
+"""Evaluates the model of a finished run with the lm-evaluation-harness.
+
+  python -m examples.lm.evaluate --model=runs/NAME/model --suite=commonsense
+  python -m examples.lm.evaluate --model=runs/NAME/model --tasks=piqa,boolq
+
+It needs the extra `eval`, and, for tasks whose texts lie on the Hub, a network.
+Needles in haystacks need the package transformers and --metadata, as
+'{"tokenizer": "FOLDER", "max_seq_lengths": [4096]}'.
+"""
+
+import argparse
+import json
+import pathlib
+
+from examples.lm import export
+from memcache_jax.evaluation import HarnessModel
+
+# Names of the harness for what the paper (arXiv 2602.24281) reports: Table 1,
+# Table 2, and of Table 3 those that the harness has.
+SUITES = {
+  "commonsense": (
+    *("wikitext", "lambada_openai", "piqa", "hellaswag", "winogrande"),
+    *("arc_easy", "arc_challenge", "social_iqa", "boolq"),
+  ),
+  "needles": ("niah_single_1", "niah_single_2", "niah_single_3"),
+  "retrieval": ("swde", "squad_completion", "fda"),
+}
+
+
+def main(argv: list[str] | None = None) -> None:
+  """Evaluates, prints a table and writes the results down."""
+  arguments = parse(argv)
+  # They take seconds, which a wrong flag should not.
+  from lm_eval import simple_evaluate
+  from lm_eval.tasks import TaskManager
+  from lm_eval.utils import make_table
+
+  model, tokenizer = export.load(arguments.model)
+  harness = HarnessModel(
+    model,
+    tokenizer,
+    prefix_token=tokenizer.bos_id,
+    batch_size=arguments.batch_size,
+  )
+  manager = TaskManager(
+    include_path=arguments.include,
+    # Indexing the thousands of tasks that come with it takes half a minute.
+    include_defaults=arguments.include is None,
+    metadata=arguments.metadata,
+  )
+  results = simple_evaluate(
+    harness,
+    tasks=SUITES.get(arguments.suite, arguments.tasks),
+    task_manager=manager,
+    limit=arguments.limit,
+    # Spread by resampling forks processes, which JAX's threads do not survive.
+    bootstrap_iters=0,
+  )
+  print(make_table(results))
+  if arguments.out is not None:
+    text = json.dumps(results["results"], indent=1, default=str)
+    arguments.out.write_text(text + "\n")
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+  """The flags."""
+  parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+  )
+  add = parser.add_argument
+  add("--model", type=pathlib.Path, required=True, help="a trained model")
+  tasks = parser.add_mutually_exclusive_group(required=True)
+  tasks.add_argument("--suite", choices=SUITES, help="tasks of the paper")
+  tasks.add_argument(
+    "--tasks",
+    type=lambda names: names.split(","),
+    help="names of the harness, with commas between them",
+  )
+  add("--include", help="a folder of tasks, in place of the harness's own")
+  add("--metadata", type=json.loads, help="what tasks want, as JSON")
+  add("--limit", type=int, help="examples per task; all if not given")
+  add("--batch_size", type=int, default=8, help="texts read together")
+  add("--out", type=pathlib.Path, help="a JSON file for the results")
+  return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+  main()

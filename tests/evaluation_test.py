@@ -1,0 +1,182 @@
+"""The harness gets what one parallel pass of the model gives."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from memcache_jax.caching import Cached, Constant, GatedResidual
+from memcache_jax.decoding import generate
+from memcache_jax.memories import Linear
+from memcache_jax.models import LanguageModel, MemorySpec, ModelConfig
+from memcache_jax.tasks import ByteTokenizer
+from tests.layers.cases import louder
+
+# The harness and what it imports are not ours to keep free of warnings.
+pytestmark = [
+  pytest.mark.slow,
+  pytest.mark.filterwarnings("ignore"),
+]
+
+PREFIX = 10
+CONFIG = ModelConfig(
+  vocab_size=256,
+  dim=16,
+  num_layers=2,
+  pattern=(MemorySpec(Cached(Linear(), Constant(4), GatedResidual()), 2),),
+  hidden_dim=16,
+)
+TOKENIZER = ByteTokenizer()
+
+
+@pytest.fixture(scope="module")
+def model():
+  return louder(LanguageModel(CONFIG, rngs=nnx.Rngs(0)))
+
+
+def harness(model, **options):
+  from memcache_jax.evaluation import HarnessModel
+
+  options = {"prefix_token": PREFIX, "batch_size": 3, "piece": 8} | options
+  return HarnessModel(model, TOKENIZER, **options)
+
+
+def requests(kind, arguments):
+  from lm_eval.api.instance import Instance
+
+  return [Instance(kind, {}, x, i) for i, x in enumerate(arguments)]
+
+
+def parallel_score(model, context, end):
+  tokens = TOKENIZER.encode(context) or [PREFIX]
+  start, tokens = len(tokens), tokens + TOKENIZER.encode(end)
+  logits = model(jnp.asarray([tokens]))[0][0]
+  scores = jax.nn.log_softmax(logits, axis=-1)[start - 1 : -1]
+  chosen = np.asarray(scores)[range(len(tokens) - start), tokens[start:]]
+  greedy = np.argmax(np.asarray(scores), axis=-1) == tokens[start:]
+  return float(chosen.sum()), bool(greedy.all())
+
+
+def test_scores_are_those_of_one_pass_in_the_order_of_the_requests(model):
+  """Shared contexts, none, and both sides longer than a piece."""
+  pairs = [
+    ("a question?", " yes"),
+    ("", "all of it"),
+    ("a question?", " a much longer answer"),
+    ("b", " no"),
+    ("a question?", " n"),
+    ("a context that is longer than a piece", "!"),
+    ("c", " no"),
+  ]
+  got = harness(model).loglikelihood(requests("loglikelihood", pairs))
+  for (value, greedy), pair in zip(got, pairs, strict=True):
+    want, likeliest = parallel_score(model, *pair)
+    assert value == pytest.approx(want, rel=1e-5)
+    assert greedy == likeliest
+
+
+def test_the_likeliest_continuation_is_greedy(model):
+  prompt = TOKENIZER.encode("so")
+  (tokens,) = generate(model, [prompt], max_new_tokens=1, temperature=0)
+  text = bytes(tokens)
+  assert text.decode("ascii", errors="ignore"), "choose another prompt"
+  pairs = [("so", text.decode()), ("so", chr((tokens[0] + 1) % 128))]
+  got = harness(model).loglikelihood(requests("loglikelihood", pairs))
+  assert [greedy for _, greedy in got] == [True, False]
+
+
+def test_whole_texts_are_one_pass_from_the_prefix(model):
+  texts = ["short", "a text of several pieces, none of which is a window", ""]
+  got = harness(model).loglikelihood_rolling(
+    requests("loglikelihood_rolling", [(text,) for text in texts])
+  )
+  for value, text in zip(got, texts, strict=True):
+    want = parallel_score(model, "", text)[0] if text else 0.0
+    assert value == pytest.approx(want, rel=1e-5)
+
+
+def test_generation_ends_before_a_stop_string(model):
+  prompts = ["one", "another one", "x", "and this"]
+  whole = [
+    TOKENIZER.decode(row)
+    for row in generate(
+      model,
+      [TOKENIZER.encode(prompt) for prompt in prompts],
+      max_new_tokens=6,
+      temperature=0,
+    )
+  ]
+  stop = whole[1][2]
+  got = harness(model).generate_until(
+    requests(
+      "generate_until",
+      [(p, {"until": [stop], "max_gen_toks": 6}) for p in prompts],
+    )
+  )
+  assert got == [text.split(stop)[0] for text in whole]
+  longest = harness(model, max_new_tokens=6).generate_until(
+    requests("generate_until", [(p, {"until": []}) for p in prompts])
+  )
+  assert longest == whole
+  with pytest.raises(ValueError, match="`gen_kwargs`.*'beams'"):
+    harness(model).generate_until(
+      requests("generate_until", [("a", {"beams": 2})])
+    )
+
+
+def test_the_command_scores_a_model_whose_score_is_known(
+  tmp_path, monkeypatch, capsys
+):
+  """A uniform model of bytes has 8 bits per byte, whatever the text."""
+  from examples.lm import evaluate
+
+  class Bytes(ByteTokenizer):
+    bos_id = PREFIX
+
+  model = LanguageModel(CONFIG, rngs=nnx.Rngs(0))
+  model.embedding.table[...] = jnp.zeros_like(model.embedding.table[...])
+  monkeypatch.setattr(evaluate.export, "load", lambda path: (model, Bytes()))
+  data = tmp_path / "texts.jsonl"
+  texts = ["A first text, ASCII only.", "And one more of them."]
+  data.write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
+  (tmp_path / "known.yaml").write_text(
+    f"""
+task: known
+dataset_path: json
+dataset_kwargs:
+  data_files:
+    test: {data}
+test_split: test
+output_type: loglikelihood_rolling
+doc_to_text: ""
+doc_to_target: "{{{{text}}}}"
+metric_list:
+  - metric: bits_per_byte
+"""
+  )
+  out = tmp_path / "results.json"
+  flags = ["--tasks=known", f"--include={tmp_path}", f"--out={out}"]
+  evaluate.main(["--model=unused", *flags])
+  value = json.loads(out.read_text())["known"]["bits_per_byte,none"]
+  assert value == pytest.approx(8.0, rel=1e-6)
+  assert "bits_per_byte" in capsys.readouterr().out
+  with pytest.raises(SystemExit):
+    evaluate.main(["--model=unused", "--suite=commonsense", "--tasks=known"])
+
+
+@pytest.mark.parametrize(
+  ("argument", "value"),
+  [
+    ("prefix_token", 256),
+    ("prefix_token", -1),
+    ("batch_size", 0),
+    ("piece", 0),
+    ("max_new_tokens", 0),
+  ],
+)
+def test_errors_name_the_argument(model, argument, value):
+  with pytest.raises(ValueError, match=f"`{argument}`"):
+    harness(model, **{argument: value})
