@@ -186,7 +186,7 @@ def bars_table(bars: list[Bar], about: str) -> str:
   ]
   for bar in bars:
     sign = "at least" if bar.at_least else "at most"
-    measured = "" if bar.ratio is None else f"{bar.ratio:.2g}x"
+    measured = "" if bar.ratio is None else f"{bar.ratio:.2f}x"
     if bar.ratio is not None and bar.ratio >= 10:
       measured = f"{bar.ratio:.1f}x"
     lines.append(
