@@ -126,10 +126,9 @@ class HarnessModel(TemplateLM):
   ) -> list[str]:
     """Continues texts up to a stop string, which is left out."""
     del disable_tqdm
-    options = [
-      _options(request.args[1], self.max_new_tokens) for request in requests
-    ]
-    contexts = [self._context(request.args[0]) for request in requests]
+    given = [_arguments(request) for request in requests]
+    contexts = [self._context(text) for text, _ in given]
+    options = [_options(asked, self.max_new_tokens) for _, asked in given]
     found: dict[int, str] = {}
     # Batches share their options, and are of similar length.
     order = sorted(

@@ -12,7 +12,6 @@ from memcache_jax.ops.mlp_memory import _chunked
 from memcache_jax.ops.mlp_memory._architecture import MLP, GatedMLP, is_bias
 from memcache_jax.ops.mlp_memory._block import Blocks, Carry, Written
 from memcache_jax.ops.mlp_memory._closing import Closing
-from memcache_jax.ops.mlp_memory._coefficients import Coefficients, End
 from memcache_jax.ops.mlp_memory._grid import Inputs
 from memcache_jax.ops.mlp_memory._loss import L2, Dot
 from memcache_jax.ops.mlp_memory._pieces import num_pieces
@@ -119,11 +118,10 @@ _LETTERS = {4: "b n i o", 3: "b n o"}
 
 def _coefficient_axes(coefficients):
   rows, row = "g p b n d", "g p b n"
-  end = End(row, row, f"{row} e", row, f"{row} e")
-  axes = Coefficients(rows, rows, f"{rows} e", end)
-  only = lambda letters, x: None if x is None else letters
-  is_none = lambda x: x is None
-  return jax.tree.map(only, axes, coefficients, is_leaf=is_none)
+  of_rows = lambda x: rows if x.ndim == 5 else f"{rows} e"
+  of_end = lambda x: row if x.ndim == 4 else f"{row} e"
+  axes = jax.tree.map(of_rows, coefficients._replace(end=None))
+  return axes._replace(end=jax.tree.map(of_end, coefficients.end))
 
 
 def _xla(rule, q, written, coefficients, marks, static, initial, carry):
