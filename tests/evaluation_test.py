@@ -1,5 +1,6 @@
 """The harness gets what one parallel pass of the model gives."""
 
+import dataclasses
 import json
 
 import jax
@@ -41,7 +42,8 @@ def harness(model, **options):
   from memcache_jax.evaluation import HarnessModel
 
   options = {"prefix_token": PREFIX, "batch_size": 3, "piece": 8} | options
-  return HarnessModel(model, TOKENIZER, **options)
+  tokenizer = options.pop("tokenizer", TOKENIZER)
+  return HarnessModel(model, tokenizer, **options)
 
 
 def requests(kind, arguments):
@@ -51,7 +53,9 @@ def requests(kind, arguments):
 
 
 def parallel_score(model, context, end):
-  tokens = TOKENIZER.encode(context) or [PREFIX]
+  # The harness moves spaces at the end of a context to what follows it.
+  end = context[len(context.rstrip()) :] + end
+  tokens = TOKENIZER.encode(context.rstrip()) or [PREFIX]
   start, tokens = len(tokens), tokens + TOKENIZER.encode(end)
   logits = model(jnp.asarray([tokens]))[0][0]
   scores = jax.nn.log_softmax(logits, axis=-1)[start - 1 : -1]
@@ -70,6 +74,7 @@ def test_scores_are_those_of_one_pass_in_the_order_of_the_requests(model):
     ("a question?", " n"),
     ("a context that is longer than a piece", "!"),
     ("c", " no"),
+    ("   ", " after spaces"),
   ]
   got = harness(model).loglikelihood(requests("loglikelihood", pairs))
   for (value, greedy), pair in zip(got, pairs, strict=True):
@@ -117,8 +122,10 @@ def test_generation_ends_before_a_stop_string(model):
     )
   )
   assert got == [text.split(stop)[0] for text in whole]
+  # Options that say nothing, as tasks have them.
+  nothing = {"until": [""], "max_gen_toks": None, "temperature": None}
   longest = harness(model, max_new_tokens=6).generate_until(
-    requests("generate_until", [(p, {"until": []}) for p in prompts])
+    requests("generate_until", [(p, nothing) for p in prompts])
   )
   assert longest == whole
   with pytest.raises(ValueError, match="`gen_kwargs`.*'beams'"):
@@ -158,7 +165,8 @@ metric_list:
 """
   )
   out = tmp_path / "results.json"
-  flags = ["--tasks=known", f"--include={tmp_path}", f"--out={out}"]
+  monkeypatch.setitem(evaluate.SUITES, "commonsense", ("known",))
+  flags = ["--suite=commonsense", f"--include={tmp_path}", f"--out={out}"]
   evaluate.main(["--model=unused", *flags])
   value = json.loads(out.read_text())["known"]["bits_per_byte,none"]
   assert value == pytest.approx(8.0, rel=1e-6)
@@ -172,11 +180,46 @@ metric_list:
   [
     ("prefix_token", 256),
     ("prefix_token", -1),
+    ("prefix_token", None),
+    ("tokenizer", None),
     ("batch_size", 0),
     ("piece", 0),
     ("max_new_tokens", 0),
   ],
 )
+@pytest.mark.usefixtures("as_a_user")
 def test_errors_name_the_argument(model, argument, value):
   with pytest.raises(ValueError, match=f"`{argument}`"):
     harness(model, **{argument: value})
+
+
+def test_a_prefix_ends_what_is_generated(model):
+  """There another document would begin."""
+  prompt = TOKENIZER.encode("one")
+  (tokens,) = generate(model, [prompt], max_new_tokens=6, temperature=0)
+  got = harness(model, prefix_token=tokens[2], max_new_tokens=6)
+  (text,) = got.generate_until(
+    requests("generate_until", [("one", {"until": []})])
+  )
+  assert text == TOKENIZER.decode(tokens[: tokens.index(tokens[2])])
+
+
+def test_what_cannot_be_scored_is_an_error():
+  """Not a nan, of which a task would make an answer."""
+  gates = GatedResidual(gate="input", max_segments=2)
+  memory = Cached(Linear(), Constant(4), gates)
+  config = dataclasses.replace(CONFIG, pattern=(MemorySpec(memory, 2),))
+  model = LanguageModel(config, rngs=nnx.Rngs(0))
+  with pytest.raises(FloatingPointError, match="1 . 40 tokens"):
+    harness(model).loglikelihood_rolling(
+      requests("loglikelihood_rolling", [("a" * 40,)])
+    )
+
+  class Wrong(ByteTokenizer):
+    def encode(self, text):
+      return [300]
+
+  with pytest.raises(ValueError, match="`tokenizer`.*300"):
+    harness(model, tokenizer=Wrong()).loglikelihood_rolling(
+      requests("loglikelihood_rolling", [("a",)])
+    )

@@ -50,7 +50,7 @@ def main(argv: list[str] | None = None) -> None:
   )
   results = simple_evaluate(
     harness,
-    tasks=SUITES.get(arguments.suite, arguments.tasks),
+    tasks=list(SUITES.get(arguments.suite, arguments.tasks)),
     task_manager=manager,
     limit=arguments.limit,
     # Spread by resampling forks processes, which JAX's threads do not survive.

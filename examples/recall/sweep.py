@@ -78,8 +78,8 @@ def sizes(base: Settings) -> dict[str, Settings]:
   """The headline's memories over numbers of pairs, lengths and widths."""
   entries = {}
   for name, entry in headline(base).items():
-    for pairs in (base.num_pairs // 2, base.num_pairs):
-      few = tuple(n for n in entry.train_pairs if n <= pairs)
+    for pairs in (max(1, base.num_pairs // 2), base.num_pairs):
+      few = tuple(n for n in entry.train_pairs if n <= pairs) or (pairs,)
       entries[f"{name}, {pairs} pairs"] = replace(
         entry, num_pairs=pairs, train_pairs=few
       )

@@ -26,7 +26,8 @@ def run(cached, params, state, tokens):
     valid = jnp.ones((b, g, c), bool)
   if fresh is None:
     fresh = jnp.zeros((b, g), bool)
-  starts = jnp.zeros((b, g, c), bool).at[:, :, 0].set(fresh)
+  # Not an update of zeros, which on a mesh would have another sharding.
+  starts = fresh[:, :, None] & (jnp.arange(c) == 0)[None, None]
 
   # The backward pass computes a segment anew, from the state before it.
   @jax.checkpoint

@@ -11,9 +11,11 @@ with equal room. Any checkpointer of pytrees saves one; what to restore into is
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 
 from memcache_jax.array_typing import Array, Int, PyTree, State
 from memcache_jax.caching import Cached, CacheState, Constant
+from memcache_jax.layers import AttentionState
 from memcache_jax.models import LanguageModel
 from memcache_jax.ops import _checks
 
@@ -51,6 +53,7 @@ def mark(model: LanguageModel, state: tuple[State, ...]) -> tuple[State, ...]:
     >>> state = rewind(state, border)  # to token 64
     >>> _, state = prefill(model, text[:, 64:70], state)  # and on to token 70
   """
+  _check_state(model, state)
   _check_prefixes(model)
 
   def one(x):
@@ -72,11 +75,26 @@ def rewind(
   Args:
     state: reached from the marked one by reading tokens.
     to: what `mark` returned.
+
+  Raises:
+    ValueError: when the two are not of the same model and room; and, where
+      values are known, when `state` is not a later one.
   """
+  kinds = lambda tree: [type(x) for x in tree]
+  if (
+    not isinstance(state, tuple)
+    or not isinstance(to, tuple)
+    or kinds(state) != kinds(to)
+  ):
+    raise ValueError(
+      "`to` must be a mark of the same model as `state`: got states of "
+      f"{type(to).__name__} and {type(state).__name__}."
+    )
 
   def one(now, then):
     if not isinstance(now, CacheState):
       return then
+    _check_mark(now, then)
     kept = then.index >= 0
 
     def keep(x):
@@ -93,6 +111,9 @@ def with_room(
   model: LanguageModel, state: tuple[State, ...], max_length: int
 ) -> tuple[State, ...]:
   """A state with room for longer documents; nothing else changes.
+
+  Rows that have read more than they had room for have lost some of it, and
+  stay nan.
 
   So a prefix is read once, kept in a state of just its size, and reused by
   many requests, each with the room that it needs. For several rows repeat the
@@ -120,6 +141,7 @@ def with_room(
     >>> logits, state = prefill(model, jnp.array([[1, 2, 3]]), state)
   """
   _checks.check_positive(max_length=max_length)
+  _check_state(model, state)
   batch = jax.tree.leaves(state)[0].shape[0]
   empty = model.init_state(batch, max_length)
   for new, old in zip(_caches(empty), _caches(state), strict=True):
@@ -142,7 +164,8 @@ def with_room(
       )
     return new.at[tuple(slice(size) for size in old.shape)].set(old)
 
-  return jax.tree_util.tree_map_with_path(put, empty, state)
+  grown = jax.tree_util.tree_map_with_path(put, empty, state)
+  return tuple(map(_spoil_overrun, state, grown))
 
 
 def verify(
@@ -176,6 +199,7 @@ def verify(
     True
   """
   _checks.check_shapes({"draft": (draft, "b t")})
+  _check_state(model, state)
   if draft.shape[1] == 0:
     raise ValueError("`draft` must have at least one token: got none.")
   logits, _ = model(draft, state)
@@ -187,6 +211,60 @@ def verify(
   chosen = jnp.take_along_axis(best, read[:, None] - 1, axis=1)[:, 0]
   mask = jnp.arange(draft.shape[1])[None] < read[:, None]
   return read, chosen, model.features(draft, state, mask=mask)[1]
+
+
+def _check_mark(now, then) -> None:
+  if now.memories is None or then.memories is not None:
+    raise ValueError(
+      "`state` must be a whole state, and `to` what `mark` returned: got "
+      f"{'a mark' if now.memories is None else 'a whole state'} for both or "
+      "in the wrong order."
+    )
+  if now.index.shape != then.index.shape:
+    raise ValueError(
+      "`to` must be a mark of as many rows, and made with as much room, as "
+      f"`state`: got {then.index.shape}, and {now.index.shape} in `state`."
+    )
+  if isinstance(now.index, Tracer) or isinstance(then.index, Tracer):
+    return
+  if bool(jnp.any((then.index >= 0) & (now.index != then.index))):
+    raise ValueError(
+      "`state` must be later than `to`: got one that lacks segments of it."
+    )
+
+
+def _check_state(model: LanguageModel, state: tuple[State, ...]) -> None:
+  if not isinstance(model, LanguageModel):
+    raise ValueError(f"`model` must be a LanguageModel: got {model!r}.")
+  layers = model.config.num_layers
+  whole = isinstance(state, tuple) and len(state) == layers
+  if not whole or any(x.memories is None for x in _caches(state)):
+    raise ValueError(
+      f"`state` must be a whole state of the model's {layers} layers: got "
+      f"{type(state).__name__}."
+    )
+
+
+def _spoil_overrun(old: State, new: State) -> State:
+  """Makes rows nan that lost what the larger state has room for."""
+  lost = []
+  if isinstance(old, AttentionState):
+    room = old.keys.shape[1]
+    if new.keys.shape[1] > room:
+      lost.append(old.length > room)
+  for before, after in zip(_caches(old), _caches(new), strict=True):
+    room = before.index.shape[1]
+    if after.index.shape[1] > room:
+      most = room if before.levels is None else (1 << room) - 1
+      lost.append(before.count > most)
+
+  def spoil(x):
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+      return x
+    rows = lost[0].reshape((-1,) + (1,) * (x.ndim - 1))
+    return jnp.where(rows, jnp.full((), jnp.nan, x.dtype), x)
+
+  return jax.tree.map(spoil, new) if lost else new
 
 
 def _map(function, *states) -> PyTree:

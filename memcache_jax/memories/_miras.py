@@ -74,17 +74,15 @@ class Miras(Memory):
       defines the model; 1 is the exact online rule. A multiple of 16 or 32 is
       fastest; a large prime is slow.
     window: tokens written at each step (the Omega rule).
-    delayed: tokens read the weights from the start of their inner batch,
-      ``y_t = M_{theta_*}(q_t)``: less work, above all for long batches, but
-      what was just written is out of sight; attention over a window as long
-      as the batch belongs beside it. So do LaCT and titans-pytorch.
+    delayed: tokens read ``M_{theta_*}``, as in titans-pytorch: less work in
+      long batches, beside which attention over a window as long belongs.
     step_scale: largest total step of an inner batch: the gate "step" is in
       (0, step_scale / (inner_batch window)). None: `default_step_scale`.
     init_std: of the initial weights; None for 1/sqrt(fan in).
     features: maps keys and queries before the network sees them.
-    implementation: of its ops: "reference", "xla", a kernel for those that
-      have it, or None for the fastest. Where kernels may run there is a first
-      derivative only, in reverse; "xla" has all.
+    implementation: of its ops: "reference", "xla", a kernel for its reads of
+      cached networks, or None for the fastest. Where kernels may run there is
+      a first derivative only, in reverse; "xla" has all.
 
   Example:
     >>> from memcache_jax.memories import Miras, Optimizer, Retention

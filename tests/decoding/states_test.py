@@ -123,3 +123,39 @@ def test_errors(model):
   forgetting = _model(_cached(Constant(SEGMENT), policy=DropOldest(2)))
   with pytest.raises(ValueError, match="`model` must have caches that keep"):
     mark(forgetting, forgetting.init_state(1, ROOM))
+
+
+def test_what_was_lost_stays_lost_with_more_room(model):
+  """Rows beyond their room are nan, and so they are in a larger one."""
+  state = model.init_state(2, 8)
+  mask = jnp.arange(24)[None] < jnp.array([[8], [24]])
+  _, state = read(model, TEXT, state, mask=mask)
+  logits, _ = read(model, TEXT[:, :4], with_room(model, state, ROOM))
+  assert np.isfinite(logits[0]).all()
+  assert np.isnan(logits[1]).all()
+
+
+@pytest.mark.usefixtures("as_a_user")
+def test_states_that_do_not_belong_together(model):
+  early = model.init_state(2, ROOM)
+  _, late = read(model, TEXT[:, :SEGMENT], early)
+  saved = mark(model, late)
+  for state, to, message in (
+    (early, saved, "`state` must be later"),
+    (saved, late, "`state` must be a whole state"),
+    (saved, saved, "`state` must be a whole state"),
+    (late, late, "`state` must be a whole state"),
+    (with_room(model, late, 2 * ROOM), saved, "as much room"),
+    (model.init_state(3, ROOM), saved, "as many rows"),
+    (None, saved, "`to` must be a mark"),
+  ):
+    with pytest.raises(ValueError, match=message):
+      rewind(state, to)
+  for call in (
+    lambda: mark(model, None),
+    lambda: with_room(model, saved, ROOM),
+    lambda: with_room(model, (), ROOM),
+    lambda: verify(model, TEXT, None),
+  ):
+    with pytest.raises(ValueError, match="`state` must be a whole state"):
+      call()

@@ -141,6 +141,8 @@ def test_what_is_differentiated_runs_as_a_kernel_if_asked(
     ({"loss": op.Lp()}, "its loss is L2 or Dot"),
     ({"closing": op.EntropyClosing()}, "nothing happens after .* Entropy"),
     ({"inner_batch": 128}, "read in pieces: got 128"),
+    ({"inner_batch": 107}, "read in pieces: got 107"),
+    ({"delayed": True}, "not those before their batch"),
     ({"mix": True}, "not a mix"),
     ({"width": 40}, "multiples of 32: got 40"),
   ],

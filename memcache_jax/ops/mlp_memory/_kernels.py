@@ -42,7 +42,8 @@ def why_not(
   if mix is not None:
     return "it reads the online memory alone, not a mix"
   size, (k, v) = rule.inner_batch, (inputs.k.shape[-1], inputs.v.shape[-1])
-  if num_pieces(rule, size, k, v) > 1:
+  # Of any part of one, too: a large prime is one piece, but not its parts.
+  if any(num_pieces(rule, part, k, v) > 1 for part in range(1, size + 1)):
     return (
       "an inner batch of more tokens than a map is wide is read in pieces: "
       f"got {size}"

@@ -1,32 +1,23 @@
-"""Models of this library in EleutherAI's lm-evaluation-harness.
+"""A model and its tokenizer, as the harness wants them."""
 
-Needs the extra `eval`, and nothing else of the library imports it.
-"""
-
-import functools
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 
-from memcache_jax.array_typing import Array, Bool, Float, Int, State
 from memcache_jax.decoding import stream
+from memcache_jax.evaluation._reader import Reader
 from memcache_jax.models import LanguageModel
 from memcache_jax.ops import _checks
 from memcache_jax.tasks import Tokenizer
 
 # Options of `generate_until` that this model understands.
 _OPTIONS = {
-  "until",
-  "max_gen_toks",
-  "do_sample",
-  "temperature",
-  "top_k",
-  "top_p",
+  *("until", "max_gen_toks"),
+  *("do_sample", "temperature", "top_k", "top_p"),
 }
 
 
@@ -81,14 +72,18 @@ class HarnessModel(TemplateLM):
       batch_size=batch_size, piece=piece, max_new_tokens=max_new_tokens
     )
     vocab_size = model.config.vocab_size
+    if not isinstance(tokenizer, Tokenizer):
+      raise ValueError(f"`tokenizer` must be a Tokenizer: got {tokenizer!r}.")
     if tokenizer.vocab_size > vocab_size:
       raise ValueError(
         f"`tokenizer` must have at most the model's {vocab_size} ids: "
         f"got {tokenizer.vocab_size}."
       )
-    if not 0 <= prefix_token < vocab_size:
+    whole = isinstance(prefix_token, int) and not isinstance(prefix_token, bool)
+    if not whole or not 0 <= prefix_token < vocab_size:
       raise ValueError(
-        f"`prefix_token` must be an id below {vocab_size}: got {prefix_token}."
+        f"`prefix_token` must be an id below {vocab_size}: "
+        f"got {prefix_token!r}."
       )
     self.model = model
     self.tokens_of = tokenizer
@@ -107,7 +102,13 @@ class HarnessModel(TemplateLM):
   ) -> list[int]:
     """Ids of a text, without marks."""
     del add_special_tokens, kwargs
-    return [int(token) for token in self.tokens_of.encode(string)]
+    tokens = [int(token) for token in self.tokens_of.encode(string)]
+    vocab_size = self.model.config.vocab_size
+    if wrong := [token for token in tokens if not 0 <= token < vocab_size]:
+      raise ValueError(
+        f"`tokenizer` must give ids from 0 to {vocab_size - 1}: got {wrong[0]}."
+      )
+    return tokens
 
   def loglikelihood_rolling(
     self, requests: list[Instance], disable_tqdm: bool = False
@@ -153,6 +154,7 @@ class HarnessModel(TemplateLM):
       temperature=options.temperature,
       top_k=options.top_k,
       top_p=options.top_p,
+      stop_tokens=(self._prefix,),  # there another text would begin
       key=jax.random.key(0),
       length_multiple=self.piece,
     )
@@ -176,7 +178,9 @@ class HarnessModel(TemplateLM):
     **kwargs: Any,
   ) -> list[tuple[float, bool]]:
     del disable_tqdm, kwargs
-    scores = self._score([(context, end) for _, context, end in requests])
+    scores = self._score(
+      [(context or [self._prefix], end) for _, context, end in requests]
+    )
     for (texts, _, _), score in zip(requests, scores, strict=True):
       if texts is not None:
         self.cache_hook.add_partial("loglikelihood", texts, score)
@@ -186,27 +190,40 @@ class HarnessModel(TemplateLM):
     self, pairs: Sequence[tuple[list[int], list[int]]]
   ) -> list[tuple[float, bool]]:
     """Log probability of ends after contexts; whether each is the likeliest."""
-    places: dict[tuple[int, ...], list[int]] = {}
+    # By context; one that is a prefix alone is not worth sharing a row for.
+    places: dict[tuple[tuple[int, ...], int], list[int]] = {}
     for i, (context, _) in enumerate(pairs):
-      places.setdefault(tuple(context), []).append(i)
+      row = i if len(context) == 1 else -1
+      places.setdefault((tuple(context), row), []).append(i)
+    length = lambda row: (
+      len(row[0]) + max(len(pairs[i][1]) for i in places[row])
+    )
     scores: dict[int, tuple[float, bool]] = {}
-    order = sorted(places, key=len)
-    for batch in _batches(order, self.batch_size, lambda context: None):
-      ends = [[pairs[i][1] for i in places[context]] for context in batch]
-      room = max(map(len, batch)) + max(len(e) for row in ends for e in row)
-      reader = _Reader(self.model, self.batch_size, self.piece, room)
-      after = reader.read(reader.start(), [list(context) for context in batch])[
-        0
-      ]
-      for turn in range(max(map(len, ends))):
-        now = [row[turn] if turn < len(row) else [] for row in ends]
-        _, totals, greedy = reader.read(after, now)
-        for context, row, total, likeliest in zip(
-          batch, ends, totals, greedy, strict=False
-        ):
-          if turn < len(row):
-            scores[places[context][turn]] = (float(total), bool(likeliest))
+    for rows in _batches(
+      sorted(places, key=length), self.batch_size, lambda row: None
+    ):
+      reader = Reader(
+        self.model, self.batch_size, self.piece, max(map(length, rows))
+      )
+      after, _, _ = reader.read(reader.start(), [row[0] for row in rows])
+      for turn in range(max(len(places[row]) for row in rows)):
+        asked = [places[row][turn : turn + 1] for row in rows]
+        ends = [pairs[i[0]][1] if i else [] for i in asked]
+        _, totals, greedy = reader.read(after, ends)
+        for place, i in enumerate(asked):
+          if i:
+            scores[i[0]] = float(totals[place]), bool(greedy[place])
+            _check_number(scores[i[0]][0], pairs[i[0]])
     return [scores[i] for i in range(len(pairs))]
+
+
+def _check_number(score: float, pair: tuple[list[int], list[int]]) -> None:
+  if math.isnan(score):
+    context, end = map(len, pair)
+    raise FloatingPointError(
+      f"The logits of a text of {context} + {end} tokens are nan: it may be "
+      "longer than the segments that a memory of the model knows."
+    )
 
 
 def _arguments(request: Instance) -> tuple[Any, ...]:
@@ -221,7 +238,7 @@ class _Options(NamedTuple):
   top_p: float | None
 
 
-def _options(given: dict[str, Any], max_new_tokens: int) -> _Options:
+def _options(given: Mapping[str, Any], max_new_tokens: int) -> _Options:
   """What a task asks for.
 
   Raises:
@@ -231,15 +248,19 @@ def _options(given: dict[str, Any], max_new_tokens: int) -> _Options:
     raise ValueError(
       f"`gen_kwargs` may have {sorted(_OPTIONS)}: got {sorted(unknown)}."
     )
-  until = given.get("until") or ()
+  # None is as good as not given.
+  given = {name: x for name, x in given.items() if x is not None}
+  until = given.get("until", ())
   until = (until,) if isinstance(until, str) else tuple(until)
-  sampled = given.get("do_sample", bool(given.get("temperature")))
+  temperature = float(given.get("temperature", 1.0))
+  if not given.get("do_sample", "temperature" in given):
+    temperature = 0.0
   return _Options(
-    until,
+    tuple(stop for stop in until if stop),
     given.get("max_gen_toks", max_new_tokens),
-    float(given.get("temperature", 1.0)) if sampled else 0.0,
-    given.get("top_k") if sampled else None,
-    given.get("top_p") if sampled else None,
+    temperature,
+    given.get("top_k") or None,  # 0: all
+    given.get("top_p"),
   )
 
 
@@ -259,95 +280,3 @@ def _batches(items, size, kind):
     batch.append(item)
   if batch:
     yield batch
-
-
-class _Place(NamedTuple):
-  """Where reading has come to.
-
-  Attributes:
-    logits: of the next token.
-    state: of the model.
-  """
-
-  logits: Float[Array, "b vocab"]
-  state: tuple[State, ...]
-
-
-class _Reader:
-  """Reads rows of any lengths, in pieces of one shape."""
-
-  def __init__(
-    self, model: LanguageModel, batch_size: int, piece: int, room: int
-  ):
-    leaves, treedef = jax.tree.flatten(model)
-    self._read = functools.partial(_compiled(treedef), leaves)
-    self._model, self._batch, self._piece = model, batch_size, piece
-    # Few sizes, each of which is compiled once: powers of two of pieces.
-    self._room = piece
-    while self._room < room:
-      self._room *= 2
-
-  def start(self) -> _Place:
-    """The place before the first token."""
-    logits = jnp.zeros((self._batch, self._model.config.vocab_size))
-    return _Place(logits, self._model.init_state(self._batch, self._room))
-
-  def read(
-    self, place: _Place, rows: Sequence[Sequence[int]]
-  ) -> tuple[_Place, np.ndarray, np.ndarray]:
-    """Goes on, and scores what it reads.
-
-    Args:
-      place: where to go on; stays as it is.
-      rows: tokens, for the first rows of the batch.
-
-    Returns:
-      The place after, log probability of each row [b], and whether all of its
-      tokens were the likeliest [b].
-    """
-    length = -(-max(map(len, rows)) // self._piece) * self._piece
-    tokens = np.zeros((self._batch, length), np.int32)
-    mask = np.zeros((self._batch, length), bool)
-    for i, row in enumerate(rows):
-      tokens[i, : len(row)] = row
-      mask[i, : len(row)] = True
-    total = np.zeros(self._batch)
-    greedy = np.ones(self._batch, bool)
-    for begin in range(0, length, self._piece):
-      piece = slice(begin, begin + self._piece)
-      place, part, likeliest = self._read(
-        place, tokens[:, piece], mask[:, piece]
-      )
-      total += np.asarray(part, np.float64)
-      greedy &= np.asarray(likeliest)
-    return place, total, greedy
-
-
-@functools.lru_cache(maxsize=8)
-def _compiled(treedef: Any):
-  """A jitted piece, of a model's leaves."""
-
-  @jax.jit
-  def read(
-    leaves: list[Array],
-    place: _Place,
-    tokens: Int[Array, "b c"],
-    mask: Bool[Array, "b c"],
-  ) -> tuple[_Place, Float[Array, " b"], Bool[Array, " b"]]:
-    model = jax.tree.unflatten(treedef, leaves)
-    logits, state = model(tokens, place.state, mask=mask)
-    # A token is predicted by the logits before it.
-    before = jnp.concatenate([place.logits[:, None], logits[:, :-1]], axis=1)
-    chosen = jnp.take_along_axis(before, tokens[..., None], axis=-1)[..., 0]
-    scores = chosen - jax.nn.logsumexp(before, axis=-1)
-    likeliest = jnp.argmax(before, axis=-1) == tokens
-    index = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-    last = jnp.max(jnp.where(mask, index, -1), axis=1)
-    after = jnp.take_along_axis(
-      logits, jnp.maximum(last, 0)[:, None, None], axis=1
-    )[:, 0]
-    after = jnp.where((last >= 0)[:, None], after, place.logits)
-    total = jnp.sum(jnp.where(mask, scores, 0.0), axis=1)
-    return _Place(after, state), total, jnp.all(likeliest | ~mask, axis=1)
-
-  return read
