@@ -127,7 +127,7 @@ class KeepMostUsed(CachePolicy):
   over heads, per segment since it was cached: a new memory is not worse off
   than an old one. When a segment ends and the cache is full, the memory of
   least use makes room, the older of equals. Weights have no gradient through
-  this choice.
+  this choice. On a mesh with explicit axes rows may be spread, heads not.
   """
 
   @property
@@ -161,6 +161,7 @@ class MergeNeighbours(CachePolicy):
   all, are averaged by the segments they stand for: an approximation, without a
   claim that the result reads as both did. Pooled keys are averaged likewise,
   or added with pooling "sum". A gate by segment number is that of the newest.
+  On a mesh with explicit axes rows may be spread, heads not.
   """
 
   def __post_init__(self):
