@@ -37,8 +37,10 @@ class Bar(NamedTuple):
   def verdict(self) -> str:
     if self.ratio is None:
       return "not measured"
-    above = self.ratio >= self.limit
-    return "met" if above == self.at_least else "missed"
+    met = (
+      self.ratio >= self.limit if self.at_least else self.ratio <= self.limit
+    )
+    return "met" if met else "missed"
 
 
 class Times:

@@ -1,15 +1,28 @@
 """Rows spread over eight devices: the same numbers, and no hidden gathers."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
-from memcache_jax.caching import Cached, Constant, GatedResidual
+from memcache_jax.caching import (
+  Cached,
+  Constant,
+  DropOldest,
+  GatedResidual,
+  KeepMostUsed,
+)
 from memcache_jax.layers import MemoryMixer
-from memcache_jax.memories import DecayedLinear, SlidingWindowLinear, Titans
-from memcache_jax.testing import assert_close
+from memcache_jax.memories import (
+  DecayedLinear,
+  HeadShape,
+  SlidingWindowLinear,
+  Titans,
+)
+from memcache_jax.testing import assert_close, random_tokens
 
 # Heads wide enough for the kernels, which a CPU does not take.
 BATCH, LENGTH, DIM, HEADS = 8, 40, 64, 2
@@ -31,6 +44,25 @@ def _step(mixer):
     return jnp.mean(jnp.square(y)), y
 
   return jax.jit(jax.value_and_grad(loss, has_aux=True)), params
+
+
+@pytest.mark.parametrize("policy", [DropOldest(2), KeepMostUsed(2)])
+def test_policies_over_eight_devices(policy):
+  memory = Cached(DecayedLinear(), Constant(2), GatedResidual(), policy=policy)
+  shape = HeadShape(2, 4, 4)
+  params = memory.init_params(jax.random.key(0), shape)
+  tokens = random_tokens(
+    memory, shape, BATCH, 12, mask_probability=0.2, start_probability=0.1
+  )
+  tokens = dataclasses.replace(tokens, max_unaligned_starts=4)
+  run = jax.jit(lambda tokens: memory.scan(params, None, tokens))
+  expected = run(tokens)
+  explicit = (jax.sharding.AxisType.Explicit,)
+  mesh = jax.make_mesh((8,), ("data",), axis_types=explicit)
+  with jax.set_mesh(mesh):
+    rows = jax.device_put(tokens, jax.NamedSharding(mesh, jax.P("data")))
+    got = run(rows)
+  assert_close(jax.device_get(got), jax.device_get(expected))
 
 
 @pytest.mark.parametrize("axis_type", AXIS_TYPES)
