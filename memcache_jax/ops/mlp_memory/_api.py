@@ -72,7 +72,8 @@ def mlp_memory(
   ``y_t = M_{\theta_*}(q_t)``.
 
   The kernel has no gradient of its own: that of the XLA form is taken, with
-  that form's forward passes. So None takes it where nothing is differentiated.
+  that form's forward passes. So None takes it where nothing is differentiated;
+  where it could, there is no forward-mode derivative: "xla" has all.
 
   Args:
     q: queries; float32 or bfloat16, like k and v.
