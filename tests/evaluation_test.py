@@ -141,7 +141,7 @@ def test_the_command_scores_a_model_whose_score_is_known(
   from examples.lm import evaluate
 
   class Bytes(ByteTokenizer):
-    bos_id = PREFIX
+    bos_id, eos_id = PREFIX, PREFIX + 1
 
   model = LanguageModel(CONFIG, rngs=nnx.Rngs(0))
   model.embedding.table[...] = jnp.zeros_like(model.embedding.table[...])
@@ -193,15 +193,17 @@ def test_errors_name_the_argument(model, argument, value):
     harness(model, **{argument: value})
 
 
-def test_a_prefix_ends_what_is_generated(model):
+def test_marks_of_documents_end_what_is_generated(model):
   """There another document would begin."""
   prompt = TOKENIZER.encode("one")
   (tokens,) = generate(model, [prompt], max_new_tokens=6, temperature=0)
-  got = harness(model, prefix_token=tokens[2], max_new_tokens=6)
-  (text,) = got.generate_until(
-    requests("generate_until", [("one", {"until": []})])
-  )
-  assert text == TOKENIZER.decode(tokens[: tokens.index(tokens[2])])
+  want = TOKENIZER.decode(tokens[: tokens.index(tokens[2])])
+  for marks in ({"prefix_token": tokens[2]}, {"stop_tokens": [tokens[2]]}):
+    got = harness(model, max_new_tokens=6, **marks)
+    (text,) = got.generate_until(
+      requests("generate_until", [("one", {"until": []})])
+    )
+    assert text == want
 
 
 def test_what_cannot_be_scored_is_an_error():

@@ -12,6 +12,10 @@ import argparse
 import json
 import pathlib
 
+from lm_eval import simple_evaluate
+from lm_eval.tasks import TaskManager
+from lm_eval.utils import make_table
+
 from examples.lm import export
 from memcache_jax.evaluation import HarnessModel
 
@@ -30,16 +34,12 @@ SUITES = {
 def main(argv: list[str] | None = None) -> None:
   """Evaluates, prints a table and writes the results down."""
   arguments = parse(argv)
-  # They take seconds, which a wrong flag should not.
-  from lm_eval import simple_evaluate
-  from lm_eval.tasks import TaskManager
-  from lm_eval.utils import make_table
-
   model, tokenizer = export.load(arguments.model)
   harness = HarnessModel(
     model,
     tokenizer,
     prefix_token=tokenizer.bos_id,
+    stop_tokens=(tokenizer.eos_id,),
     batch_size=arguments.batch_size,
   )
   manager = TaskManager(

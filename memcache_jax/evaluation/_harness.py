@@ -34,6 +34,8 @@ class HarnessModel(TemplateLM):
     tokenizer: must add no marks of its own.
     prefix_token: id that stands before a text: the one that stood before the
       documents the model was trained on.
+    stop_tokens: ids that end what is generated, besides the prefix: the one
+      that stood behind documents.
     batch_size: texts that are read together.
     piece: tokens that are read at a time; changes no result.
     max_new_tokens: tokens to generate at most, where a task does not say.
@@ -61,6 +63,7 @@ class HarnessModel(TemplateLM):
     tokenizer: Tokenizer,
     *,
     prefix_token: int,
+    stop_tokens: Sequence[int] = (),
     batch_size: int = 8,
     piece: int = 256,
     max_new_tokens: int = 256,
@@ -91,6 +94,7 @@ class HarnessModel(TemplateLM):
     self.piece = piece
     self.max_new_tokens = max_new_tokens
     self._prefix = prefix_token
+    self._stop_tokens = (prefix_token, *stop_tokens)
 
   @property
   def eot_token_id(self) -> int:
@@ -154,7 +158,7 @@ class HarnessModel(TemplateLM):
       temperature=options.temperature,
       top_k=options.top_k,
       top_p=options.top_p,
-      stop_tokens=(self._prefix,),  # there another text would begin
+      stop_tokens=self._stop_tokens,
       key=jax.random.key(0),
       length_multiple=self.piece,
     )
