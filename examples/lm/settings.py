@@ -123,11 +123,14 @@ class MeshSettings:
     data: rows, with all weights on each device.
     fsdp: rows, with the weights and moments spread.
     tensor: heads, hidden units and vocabulary.
+    sequence: segments of a row, in models of cached memories alone that are
+      written independently.
   """
 
   data: int = 1
   fsdp: int = -1
   tensor: int = 1
+  sequence: int = 1
 
 
 @dataclass(frozen=True)

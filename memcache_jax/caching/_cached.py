@@ -7,6 +7,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
+from memcache_jax import sharding
 from memcache_jax.array_typing import (
   Array,
   Bool,
@@ -22,6 +23,7 @@ from memcache_jax.caching import (
   _layout,
   _levels,
   _one_segment,
+  _over_devices,
   _segment_scan,
 )
 from memcache_jax.caching._aggregators import Aggregator, GatedResidual
@@ -98,6 +100,10 @@ class Cached(Memory):
       raise ValueError(
         f"`memory` and `aggregate` must not share gate names: got {taken}."
       )
+
+  @property
+  def spreads_tokens(self) -> bool:
+    return True
 
   @property
   def uses_segment_ends(self) -> bool:
@@ -262,7 +268,16 @@ class Cached(Memory):
 
     With state None the returned one has room for the segments of this call
     and no more: start from `init_state` to go on.
+
+    Under a mesh with Explicit axes tokens, too, may be spread over devices:
+    those of a new sequence without mask, in whole constant segments that are
+    written independently, with documents that start where segments do. Only
+    what segments leave behind is exchanged.
     """
+    if sharding.spec_of(tokens.q)[1] is not None:
+      check_tokens(self, tokens)
+      _layout.check_room(self, tokens)
+      return _over_devices.run(self, params, state, tokens)
     y, state, _ = self.inspect(params, state, tokens)
     return y, state
 

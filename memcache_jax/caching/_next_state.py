@@ -35,8 +35,10 @@ class Written(NamedTuple):
 
 def advance(cached, params, state, tokens, layout, segments, written):
   """The state after the call."""
-  b, t = tokens.q.shape[:2]
-  slots = cached.capacity(t) if state is None else state.index.shape[1]
+  b = tokens.q.shape[0]
+  slots = cached.capacity(layout.tokens)
+  if state is not None:
+    slots = state.index.shape[1]
   last = layout.last
   if isinstance(last, int):
     last = jnp.full((b,), last)

@@ -146,7 +146,7 @@ class Attention(Mixer):
     flags = front._replace(x=None)
     spread = AttentionState._make(("b m n k", "b m n k", "b"))
     # Rows and heads never mix: every device attends with those it holds.
-    y, new_state = sharding.over_batch_and_heads(
+    y, new_state = sharding.over_devices(
       self._attend,
       (q, k, v, state, flags),
       (

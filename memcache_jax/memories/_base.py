@@ -47,6 +47,11 @@ class Memory:
     return False
 
   @property
+  def spreads_tokens(self) -> bool:
+    """Whether `scan` takes tokens of one sequence on several devices."""
+    return False
+
+  @property
   def closes_after_reading(self) -> bool:
     """Whether `scan` may change the memory after its newest token was read.
 
