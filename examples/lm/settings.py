@@ -40,7 +40,9 @@ class ModelSettings:
     write_mode: of cached memories, independent or checkpoint.
     tie_embeddings: whether the output layer is the transposed embedding.
     dtype: of products; weights and state are float32.
-    remat: whether to recompute blocks in the backward pass.
+    remat: what the backward pass computes anew: none; blocks, all of each; or
+      segments, what is in them, but not what they left, which then need not be
+      exchanged again between devices of mesh.sequence.
   """
 
   family: str = "titans"
@@ -56,7 +58,7 @@ class ModelSettings:
   write_mode: str = "independent"
   tie_embeddings: bool = True
   dtype: str = "float32"
-  remat: bool = False
+  remat: str = "none"
 
 
 @dataclass(frozen=True)

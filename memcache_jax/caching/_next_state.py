@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from memcache_jax import token_layout
 from memcache_jax.array_typing import Array, Bool, Float, Int, State
@@ -31,6 +32,14 @@ class Written(NamedTuple):
   keys: Float[Array, "b g n k"]  # pooled over the tokens of that memory
   online: State  # after the last token
   levels: Levels | None
+
+
+def keep_ends(written: Written) -> Written:
+  """Names what segments left, for policies of `jax.checkpoint`."""
+  name = lambda x: checkpoint_name(x, "segment_ends")
+  return written._replace(
+    memories=jax.tree.map(name, written.memories), keys=name(written.keys)
+  )
 
 
 def advance(cached, params, state, tokens, layout, segments, written):

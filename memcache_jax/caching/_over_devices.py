@@ -97,7 +97,8 @@ def _run_own(cached, params, tokens, axis):
   online = jax.tree.map(lambda x: x[:, None], online)
   ends, keys, online = everyone((ends, keys, online))
   online = jax.tree.map(lambda x: x[:, -1], online)
-  written = Written(ends, keys, online, None)
+  # Named behind the exchange: what is kept need not be sent again.
+  written = _next_state.keep_ends(Written(ends, keys, online, None))
 
   # Of all segments; what there is of every token stays where it is.
   every = segments._replace(

@@ -59,6 +59,7 @@ def _in_two_passes(cached, params, state, layout, tokens, segments):
   written = _finish(
     cached, params, state, layout, tokens, segments, ends, online
   )
+  written = _next_state.keep_ends(written)
   stored = stored_memories(state, written, segments)
   weighed = weigh(cached, stored, segments, tokens)
   y = read(cached, params, layout, tokens, stored, weighed, y, start)
