@@ -100,10 +100,11 @@ def _read_tiles(memory, params, memories, queries, index):
 def _take_memories(memories, index):
   """Leaves [b s n ...], index [b p n] -> [(b p) n ...]: one per head."""
   b, p, n = index.shape
-  take = jax.vmap(lambda x, i: x[i], in_axes=(1, 1), out_axes=1)
 
+  # Not a mapped x[i], which would lay all memories out anew, heads first.
   def one(x):
-    x = jax.vmap(take)(x, jnp.clip(index, 0, x.shape[1] - 1))
+    where = index.reshape(b, p, n, *(1,) * (x.ndim - 3))
+    x = jnp.take_along_axis(x, where, axis=1, mode="clip")
     return x.reshape(b * p, *x.shape[2:])
 
   return jax.tree.map(one, memories)

@@ -11,6 +11,7 @@ from einops import rearrange
 from memcache_jax import sharding
 from memcache_jax.array_typing import Array, Float, Params
 from memcache_jax.ops import _checks, _dispatch
+from memcache_jax.ops.cache_read import read_one_token
 from memcache_jax.ops.mlp_memory._architecture import (
   MLP,
   AffineShape,
@@ -127,10 +128,13 @@ def _network(architecture, q, memories, static):
 def _one_by_one(network, q, memories, weights, static):
   """A scan over stored networks, computed anew in the backward pass."""
 
+  read = functools.partial(apply_architecture, network.architecture, static)
+  if q.shape[1] == 1:
+    return read_one_token(read, memories, q, weights)
+
   def add(y, inputs):
     memory, weight = inputs
-    read = apply_architecture(network.architecture, static, memory, q)
-    return y + weight[..., None] * read.astype(jnp.float32), None
+    return y + weight[..., None] * read(memory, q).astype(jnp.float32), None
 
   memories = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), memories)
   inputs = (memories, jnp.moveaxis(weights, -1, 0))
