@@ -63,7 +63,7 @@ class MatrixMemory(Memory):
     del params
     return ops.cache_read(
       *(q, memories, weights),
-      implementation=of_op(self.implementation, "mosaic_tpu"),
+      implementation=of_op(self.implementation, "mosaic_tpu", "triton"),
     )
 
   def read_selected(
