@@ -189,10 +189,10 @@ class Memory:
   ) -> Float[Array, "b t n v"]:
     """Like `read_many`, of a few memories per token, -1 for none.
 
-    `in_tiles` does it by `read`: a function of params, q, memories, index and
-    weights.
+    `in_tiles` does it by reads of one memory each: a function of `read`, or one
+    like it, params, q, memories, index and weights.
     """
-    return in_tiles(params, q, memories, index, weights)
+    return in_tiles(self.read, params, q, memories, index, weights)
 
   def scans_segments(self, tokens: Tokens, carried: int) -> bool:
     """Whether `scan_segments` takes such tokens [b g c ...], and is faster.
