@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from memcache_jax import token_layout
+from memcache_jax import sharding, token_layout
 from memcache_jax.array_typing import Array, Bool, DType, Float, Int
 from memcache_jax.layers import _rope, _softmax_attention
 from memcache_jax.layers._base import (
@@ -143,8 +143,20 @@ class Attention(Mixer):
     check_state_kind(state, AttentionState)
     front = to_front(x, mask, starts)
     q, k, v = self.q(front.x), self.k(front.x), self.v(front.x)
-    y, state = self._attend(q, k, v, state, front)
-    return front.back(self.out(y)), state
+    flags = front._replace(x=None)
+    spread = AttentionState._make(("b m n k", "b m n k", "b"))
+    # Rows and heads never mix: every device attends with those it holds.
+    y, new_state = sharding.over_batch_and_heads(
+      self._attend,
+      (q, k, v, state, flags),
+      (
+        *("b t n k",) * 3,
+        None if state is None else spread,
+        jax.tree.map(lambda x: "b t" if x.ndim == 2 else "b", flags),
+      ),
+      ("b t n k", spread),
+    )
+    return front.back(self.out(y)), new_state
 
   def _attend(self, q, k, v, state, front):
     """Attends among tokens of which the real ones come first."""

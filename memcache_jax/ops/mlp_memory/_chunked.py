@@ -23,7 +23,7 @@ from memcache_jax.ops.mlp_memory._state import MLPMemoryState, Rule
 
 # Parameters kept for a backward pass of one call, beyond which blocks are
 # grouped. Changes speed and memory only.
-_MAX_KEPT_BYTES = 2**26
+_MAX_KEPT_BYTES = 2**30
 
 
 def run_blocks(
