@@ -49,7 +49,7 @@ def run_blocks(
   count = blocks.q.shape[0]
   group = _group_size(count)
   kept = count * sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(carry))
-  if kept <= _MAX_KEPT_BYTES or group == 1:
+  if group == 1 or kept <= _MAX_KEPT_BYTES:
     carry, y = scan_or_call(run, carry, blocks)
   else:
     blocks = jax.tree.map(
