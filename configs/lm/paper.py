@@ -21,10 +21,12 @@ from examples.lm.settings import (
 _TOKENS_PER_STEP = 128 * 4096
 
 
-def tiny(family: str, caching: str = "none") -> ConfigDict:
+def tiny(family: str, caching: str = "none", window: int = 2048) -> ConfigDict:
   """For a laptop, on the embedded novels."""
   return Settings(
-    model=ModelSettings(family=family, caching=caching, hidden_dim=128),
+    model=ModelSettings(
+      family=family, caching=caching, hidden_dim=128, window=window
+    ),
     optimizer=OptimizerSettings(peak=3e-3),
   ).to_config()
 

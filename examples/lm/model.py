@@ -1,4 +1,6 @@
-"""Settings -> `ModelConfig`: the models of Memory Caching, Table 1."""
+"""Settings -> `ModelConfig`: the models of Memory Caching, Tables 1 and 3."""
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +37,8 @@ def model_config(settings: ModelSettings) -> ModelConfig:
   """The model that settings describe.
 
   Raises:
-    InputError: for a family or a kind of caching that does not exist.
+    InputError: for a family or a kind of caching that does not exist, or not
+      together.
   """
   if settings.remat not in _REMAT:
     raise InputError(
@@ -53,19 +56,29 @@ def model_config(settings: ModelSettings) -> ModelConfig:
   )
   baselines = {
     "transformer": ModelConfig.transformer,
-    "samba": ModelConfig.samba,
+    "samba": functools.partial(ModelConfig.samba, window=settings.window),
     "retnet": ModelConfig.retnet,
     "deltanet": ModelConfig.deltanet,
     "rwkv7": ModelConfig.rwkv7,
   }
-  if settings.family not in baselines:
-    return ModelConfig.recurrent(size, _cached(_memory(settings), settings))
-  if settings.caching != "none":
+  if settings.family in (*baselines, "titans_mac") and (
+    settings.caching != "none"
+  ):
     raise InputError(
       f"model.caching must be none with {settings.family}: "
       f"got {settings.caching!r}"
     )
-  return baselines[settings.family](size)
+  if settings.family in baselines:
+    return baselines[settings.family](size)
+  memory = _cached(_memory(settings), settings)
+  match settings.family:
+    case "titans_mac":
+      return ModelConfig.titans_mac(size, memory, settings.segment_length)
+    case "titans_mag":
+      return ModelConfig.titans_mag(size, memory, settings.window)
+    case "titans_mal":
+      return ModelConfig.titans_mal(size, memory, settings.window)
+  return ModelConfig.recurrent(size, memory)
 
 
 def _memory(settings: ModelSettings) -> Memory:
@@ -74,13 +87,14 @@ def _memory(settings: ModelSettings) -> Memory:
       return SlidingWindowLinear()
     case "dla":
       return DeepLinear(inner_batch=settings.inner_batch)
-    case "titans":
+    case "titans" | "titans_mac" | "titans_mag" | "titans_mal":
       return Titans(inner_batch=settings.inner_batch)
     case "memora":
       return Memora(inner_batch=settings.inner_batch)
   raise InputError(
     "model.family must be transformer, samba, retnet, deltanet, rwkv7, memora, "
-    f"swla, dla or titans: got {settings.family!r}"
+    "swla, dla, titans, titans_mac, titans_mag or titans_mal: "
+    f"got {settings.family!r}"
   )
 
 

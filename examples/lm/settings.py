@@ -25,15 +25,18 @@ class ModelSettings:
   """See `examples.lm.model` for what the names mean.
 
   Attributes:
-    family: transformer, samba, retnet, deltanet, rwkv7, memora, swla, dla or
-      titans.
-    caching: none, log, grm, soup or ssc; none for what is not recurrent.
+    family: transformer, samba, retnet, deltanet, rwkv7, memora, swla, dla,
+      titans, titans_mac, titans_mag or titans_mal.
+    caching: none, log, grm, soup or ssc; none for transformer, samba, retnet,
+      deltanet, rwkv7 and titans_mac.
     dim: model width.
     num_layers: blocks.
     num_heads: heads per mixer.
     hidden_dim: of the feed-forward layers; 0 for what the family says.
     vocab_size: at least that of the tokenizer.
-    segment_length: tokens per cached memory.
+    segment_length: tokens per cached memory; with titans_mac, tokens that
+      attend to one another.
+    window: tokens that attention sees in samba, titans_mag and titans_mal.
     inner_batch: tokens whose inner gradient is taken at the same weights, in
       memories that are networks.
     top_k: cached memories a token reads, with ssc.
@@ -53,6 +56,7 @@ class ModelSettings:
   hidden_dim: int = 0
   vocab_size: int = 264
   segment_length: int = 32
+  window: int = 2048
   inner_batch: int = 16
   top_k: int = 2
   write_mode: str = "independent"

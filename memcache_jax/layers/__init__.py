@@ -5,6 +5,11 @@ from memcache_jax.layers._base import Mixer
 from memcache_jax.layers._block import Block
 from memcache_jax.layers._feed_forward import SwiGLU
 from memcache_jax.layers._gates import Gates
+from memcache_jax.layers._memory_as_context import (
+  MemoryAsContext,
+  MemoryAsContextState,
+)
+from memcache_jax.layers._memory_as_gate import MemoryAsGate, MemoryAsGateState
 from memcache_jax.layers._memory_mixer import MemoryMixer, MixerState
 from memcache_jax.layers._norm import RMSNorm
 from memcache_jax.layers._params import (
@@ -21,6 +26,10 @@ __all__ = [
   "Block",
   "Gates",
   "InitialMemory",
+  "MemoryAsContext",
+  "MemoryAsContextState",
+  "MemoryAsGate",
+  "MemoryAsGateState",
   "MemoryMixer",
   "Mixer",
   "MixerState",

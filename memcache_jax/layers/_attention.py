@@ -16,8 +16,8 @@ from memcache_jax.layers._base import (
   check_state_kind,
   to_front,
 )
-from memcache_jax.layers._params import Projection
-from memcache_jax.layers._softmax_attention import Keys
+from memcache_jax.layers._params import Projection, normal
+from memcache_jax.layers._softmax_attention import Keys, Queries
 from memcache_jax.ops import _checks
 
 
@@ -43,12 +43,16 @@ class Attention(Mixer):
   so far, or over the last `window` of them, the token itself included.
   Positions count the real tokens of a document. The state of full attention
   has room for `max_length` tokens; outputs beyond it are nan. That of a
-  window holds `window` tokens for ever.
+  window holds `window` tokens for ever. Persistent tokens are learned, and
+  stand before every document for as long as it lasts: each token sees them
+  besides the window, and they have no position. They are the persistent
+  memory of Titans (arXiv 2501.00663), section 3.3.
 
   Args:
     dim: model width, d.
     num_heads: heads, n.
     window: tokens seen; None for all.
+    persistent_tokens: learned tokens that every token sees.
     head_dim: width per head, k, even; d / n by default.
     chunk_size: queries computed at a time; bounds memory, changes nothing.
     rope_theta: base of the rotary frequencies.
@@ -73,6 +77,7 @@ class Attention(Mixer):
     num_heads: int,
     *,
     window: int | None = None,
+    persistent_tokens: int = 0,
     head_dim: int | None = None,
     chunk_size: int = 512,
     rope_theta: float = 10_000.0,
@@ -92,6 +97,8 @@ class Attention(Mixer):
     )
     _checks.check_positive(chunk_size=chunk_size)
     _checks.check_number(rope_theta=rope_theta, low=0, open_low=True)
+    if persistent_tokens != 0:
+      _checks.check_positive(persistent_tokens=persistent_tokens)
     if window is not None:
       _checks.check_positive(window=window)
     n, k = num_heads, head_dim or dim // num_heads
@@ -113,6 +120,10 @@ class Attention(Mixer):
     self.out = Projection(
       "nkd", (n, k, dim), contract=2, scale=out_scale, **options
     )
+    self.persistent = nnx.data(None)
+    if persistent_tokens:
+      shape = (persistent_tokens, dim)
+      self.persistent = nnx.Param(normal(rngs, shape, param_dtype))
 
   def init_state(self, batch: int, max_length: int) -> AttentionState:
     """The state before the first token; see `Mixer.init_state`."""
@@ -143,22 +154,23 @@ class Attention(Mixer):
     check_state_kind(state, AttentionState)
     front = to_front(x, mask, starts)
     q, k, v = self.q(front.x), self.k(front.x), self.v(front.x)
-    flags = front._replace(x=None)
-    spread = AttentionState._make(("b m n k", "b m n k", "b"))
+    flags, persistent = front._replace(x=None), self.persistent_keys()
+    spread = AttentionState("b m n k", "b m n k", "b")
     # Rows and heads never mix: every device attends with those it holds.
     y, new_state = sharding.over_devices(
       self._attend,
-      (q, k, v, state, flags),
+      (q, k, v, state, flags, persistent),
       (
         *("b t n k",) * 3,
         None if state is None else spread,
         jax.tree.map(lambda x: "b t" if x.ndim == 2 else "b", flags),
+        jax.tree.map(lambda x: "m n k", persistent),
       ),
       ("b t n k", spread),
     )
     return front.back(self.out(y)), new_state
 
-  def _attend(self, q, k, v, state, front):
+  def _attend(self, q, k, v, state, front, persistent):
     """Attends among tokens of which the real ones come first."""
     b, t = q.shape[:2]
     length = jnp.zeros((b,), jnp.int32) if state is None else state.length
@@ -177,34 +189,55 @@ class Attention(Mixer):
       document = jnp.cumsum(front.starts, axis=1, dtype=jnp.int32)
     if front.valid is not None:
       document = jnp.where(front.valid, document, -1)
-    q = _rope.rotate(q, position, self.rope_theta)
-    q = (q.astype(jnp.float32) * self.head_dim**-0.5).astype(q.dtype)
-    k = _rope.rotate(k, position, self.rope_theta)
-    own = Keys(k, v, position, document)
+    queries = self.queries(q, position, document)
+    own = Keys(self.keys(k, position), v, position, document)
 
     new_state = self._write(own, state, front.starts is not None)
-    stored = None if state is None else self._stored(state)
     if t == 1 and state is not None:
       # Written first, the state is read where it lies: a decode step then
       # updates it in place. Its one document is 0, or 1 where it just began.
-      stored = self._stored(new_state)
-      stored = stored._replace(
-        document=jnp.where(stored.document < 0, -1, document)
-      )
+      stored = self._stored(new_state, document)
       y = _softmax_attention.attend_stored(
-        q, position, document, stored, window=self.window
+        queries, (stored, *persistent), window=self.window
       )
     else:
+      stored = () if state is None else (self._stored(state),)
       y = _softmax_attention.attend(
-        q, own, stored, window=self.window, chunk_size=self.chunk_size
+        *(queries, own, (*stored, *persistent)),
+        window=self.window,
+        chunk_size=self.chunk_size,
       )
     if state is not None and self.window is None:
       lost = position >= state.keys.shape[1]
       y = jnp.where(lost[..., None, None], jnp.full((), jnp.nan, y.dtype), y)
     return y, new_state
 
-  def _stored(self, state) -> Keys:
-    """What a state holds, as keys of document 0."""
+  def queries(
+    self,
+    q: Float[Array, "b t n k"],
+    position: Int[Array, "b t"],
+    document: Int[Array, "b t"],
+  ) -> Queries:
+    """Queries of tokens in their documents, -1 for tokens that read nothing."""
+    plain = (q.astype(jnp.float32) * self.head_dim**-0.5).astype(q.dtype)
+    q = _rope.rotate(plain, position, self.rope_theta)
+    return Queries(q, plain, position, document)
+
+  def keys(
+    self, k: Float[Array, "b t n k"], position: Int[Array, "b t"]
+  ) -> Float[Array, "b t n k"]:
+    """Keys of tokens at these positions."""
+    return _rope.rotate(k, position, self.rope_theta)
+
+  def persistent_keys(self) -> tuple[Keys, ...]:
+    """Keys and values of the persistent tokens, if there are any."""
+    if self.persistent is None:
+      return ()
+    tokens = self.persistent[...][None]
+    return (Keys(self.k(tokens)[0], self.v(tokens)[0], None, None),)
+
+  def _stored(self, state, current=None) -> Keys:
+    """What a state holds, as keys of document 0, or of the `current` one."""
     b, room = state.keys.shape[:2]
     place = jnp.arange(room, dtype=jnp.int32)[None]
     length = state.length[:, None]
@@ -215,7 +248,7 @@ class Attention(Mixer):
       # The last position that lies at this place.
       position = length - 1 - (length - 1 - place) % room
       filled = position >= 0
-    document = jnp.where(filled, 0, -1)
+    document = jnp.where(filled, 0 if current is None else current, -1)
     return Keys(state.keys, state.values, position, document)
 
   def _write(self, own, state, has_starts) -> AttentionState:

@@ -7,6 +7,7 @@ from memcache_jax import token_layout
 from memcache_jax.array_typing import Array, Bool, DType, Float, State
 from memcache_jax.layers._base import Mixer, check_inputs
 from memcache_jax.layers._feed_forward import SwiGLU
+from memcache_jax.layers._memory_as_gate import MemoryAsGate
 from memcache_jax.layers._memory_mixer import MemoryMixer
 from memcache_jax.layers._norm import RMSNorm
 
@@ -103,11 +104,11 @@ class Block(nnx.Module):
     """Like calling the block, and returns the mixer's gates too.
 
     Raises:
-      ValueError: when the mixer is not a `MemoryMixer` of a cached memory.
+      ValueError: when the mixer has no cached memory.
     """
-    if not isinstance(self.mixer, MemoryMixer):
+    if not isinstance(self.mixer, MemoryMixer | MemoryAsGate):
       raise ValueError(
-        "`mixer` must be a MemoryMixer to be inspected: "
+        "`mixer` must be a MemoryMixer or a MemoryAsGate to be inspected: "
         f"got {type(self.mixer).__name__}."
       )
     check_inputs(x, self.mixer.dim, mask, starts)

@@ -9,6 +9,7 @@ from flax import nnx
 from memcache_jax import numerics
 from memcache_jax.array_typing import Array, Bool, DType, Float, State
 from memcache_jax.layers._base import (
+  Front,
   Mixer,
   check_inputs,
   check_layer,
@@ -165,7 +166,8 @@ class MemoryMixer(Mixer):
       None if state is None else state.memory,
       tokens,
     )
-    return self._output(front, y), tails._replace(memory=memory)
+    y = front.back(self._output(front.x, y))
+    return y, tails._replace(memory=memory)
 
   def inspect(
     self,
@@ -200,7 +202,7 @@ class MemoryMixer(Mixer):
     y, memory, weights = inspect(
       self._memory_params(), None if state is None else state.memory, tokens
     )
-    y = self._output(front, y)
+    y = front.back(self._output(front.x, y))
     return y, tails._replace(memory=memory), front.back(weights)
 
   def watch(
@@ -218,35 +220,56 @@ class MemoryMixer(Mixer):
     watched = watch(self.memory, self._memory_params(), tokens)
     return jax.tree.map(front.back, watched)
 
+  def queries(
+    self, front: Front, tail: Float[Array, "b w_less_1 n k"] | None
+  ) -> tuple[Float[Array, "b t n k"], Float[Array, "b w_less_1 n k"]]:
+    """With what tokens read the memory, and the state of the convolution."""
+    q, tail = self.q_conv.convolve(
+      self.q(front.x), tail, front.starts, front.count
+    )
+    return numerics.l2_normalize(jax.nn.silu(q)), tail
+
+  def recall(
+    self, x: Float[Array, "b t d"], q: Float[Array, "b t n k"], memory: State
+  ) -> Float[Array, "b t d"]:
+    """What the layer returns where nothing is written.
+
+    Args:
+      x: inputs.
+      q: their queries.
+      memory: what `Memory.snapshot` returned.
+    """
+    y = self.memory.read(self._memory_params(), memory, q)
+    return self._output(x, y.astype(q.dtype))
+
   def _tokens(self, front, state, max_unaligned_starts):
     """What the memory consumes, and the state of the convolutions."""
     if state is not None:
       self.memory.check_state(
         self._memory_params(), state.memory, self.shape, front.x.shape[0]
       )
-    convolved, tails = {}, {}
-    for name in ("q", "k", "v"):
-      projection, conv = getattr(self, name), getattr(self, f"{name}_conv")
-      tail = None if state is None else getattr(state, name)
-      y, tails[name] = conv.convolve(
-        projection(front.x), tail, front.starts, front.count
-      )
-      convolved[name] = jax.nn.silu(y)
+    tails = (None,) * 3 if state is None else (state.q, state.k, state.v)
+    q, tail_of_q = self.queries(front, tails[0])
+    k, tail_of_k = self.k_conv.convolve(
+      self.k(front.x), tails[1], front.starts, front.count
+    )
+    v, tail_of_v = self.v_conv.convolve(
+      self.v(front.x), tails[2], front.starts, front.count
+    )
     tokens = Tokens(
-      q=numerics.l2_normalize(convolved["q"]),
-      k=numerics.l2_normalize(convolved["k"]),
-      v=convolved["v"],
+      q=q,
+      k=numerics.l2_normalize(jax.nn.silu(k)),
+      v=jax.nn.silu(v),
       gates=self.gates(front.x),
       mask=front.valid,
       starts=front.starts,
       max_unaligned_starts=max_unaligned_starts,
       segment_ends=front.segment_ends,
     )
-    return tokens, MixerState(tails["q"], tails["k"], tails["v"], None)
+    return tokens, MixerState(tail_of_q, tail_of_k, tail_of_v, None)
 
-  def _output(self, front, y):
-    y = self.norm(y) * jax.nn.silu(self.out_gate(front.x))
-    return front.back(self.out(y))
+  def _output(self, x, y):
+    return self.out(self.norm(y) * jax.nn.silu(self.out_gate(x)))
 
   def _memory_params(self):
     return jax.tree.map(

@@ -15,7 +15,8 @@ class RMSNorm(nnx.Module):
     shape: of the scale: the width of the last axis, or trailing axes of
       which only the last is normalised, such as (heads, value width).
     eps: added to the mean square.
-    param_dtype: of the scale, which starts at 1.
+    start: of the scale.
+    param_dtype: of the scale.
 
   Example:
     >>> import jax.numpy as jnp
@@ -29,11 +30,12 @@ class RMSNorm(nnx.Module):
     shape: int | tuple[int, ...],
     *,
     eps: float = 1e-6,
+    start: float = 1.0,
     param_dtype: DType = jnp.float32,
   ):
     shape = (shape,) if isinstance(shape, int) else shape
     self.eps = eps
-    self.scale = NoDecayParam(jnp.ones(shape, param_dtype))
+    self.scale = NoDecayParam(jnp.full(shape, start, param_dtype))
 
   def __call__(self, x: Float[Array, "b t ..."]) -> Float[Array, "b t ..."]:
     """Normalises; the result has the dtype of x."""

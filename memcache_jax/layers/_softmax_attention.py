@@ -1,5 +1,6 @@
 """Softmax attention over keys that carry their position and document."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -10,98 +11,123 @@ from memcache_jax.array_typing import Array, Float, Int
 _LOW = -1e30  # a logit that exp turns into exactly 0, and finite
 
 
+class Queries(NamedTuple):
+  """Queries, scaled, and where they stand."""
+
+  q: Float[Array, "b t n k"]  # rotated by their position
+  plain: Float[Array, "b t n k"]  # not rotated, for keys without a position
+  position: Int[Array, "b t"]  # in the document
+  document: Int[Array, "b t"]  # number in the call; -1: reads nothing
+
+
 class Keys(NamedTuple):
   """Keys and values, in any order.
 
-  A query sees a key of its own document that is not later than itself.
+  A query sees a key of its own document that is not later than itself; and
+  every key without a position, which has no document and no batch axis either.
   """
 
-  k: Float[Array, "b _m n k"]
-  v: Float[Array, "b _m n v"]
-  position: Int[Array, "b _m"]  # in the document
-  document: Int[Array, "b _m"]  # number in the call; -1: nobody sees the key
+  k: Float[Array, "... _m n k"]
+  v: Float[Array, "... _m n v"]
+  position: Int[Array, "b _m"] | None  # in the document
+  document: Int[Array, "b _m"] | None  # number in the call; -1: not seen
 
 
 def attend(
-  q: Float[Array, "b t n k"],
+  queries: Queries,
   own: Keys,
-  stored: Keys | None = None,
+  others: Sequence[Keys] = (),
   *,
   window: int | None = None,
   chunk_size: int = 512,
 ) -> Float[Array, "b t n v"]:
-  """Attends to the keys of the call itself and to stored ones.
+  """Attends to the keys of the call itself and to others.
 
   Args:
-    q: queries, scaled; query i has the position and document of key i.
+    queries: query i has the position and document of key i.
     own: keys of this call, in order, [b t ...].
-    stored: keys of earlier calls.
+    others: keys of earlier calls, and those that everyone sees.
     window: see only this many positions, the query's own included.
     chunk_size: queries computed at a time, which bounds the memory taken.
 
   Returns:
     y in the dtype of q; arbitrary but finite for queries of document -1.
   """
-  t = q.shape[1]
-  if t <= chunk_size:
-    return _attend_chunk(q, own.position, own.document, (own, stored), window)
-  chunks = -(-t // chunk_size)
-  queries = (q, own.position, own.document)
-  queries = [_pad(x, 0, chunks * chunk_size - t) for x in queries]
-  queries = [
-    jnp.moveaxis(x.reshape(x.shape[0], chunks, chunk_size, *x.shape[2:]), 1, 0)
-    for x in queries
-  ]
-  span = t if window is None else window + chunk_size
-  sliced = window is not None and span < t
-  if sliced:
-    # Chunk i then sees only places i * chunk_size ... of the padded keys.
-    after = chunks * chunk_size - t
-    own = Keys(
-      _pad(own.k, window, after),
-      _pad(own.v, window, after),
-      _pad(own.position, window, after),
-      _pad(own.document + 1, window, after) - 1,
+  t = queries.q.shape[1]
+  if t <= chunk_size or window is None or window + chunk_size >= t:
+    return attend_stored(
+      queries, (own, *others), window=window, chunk_size=chunk_size
     )
+  # Chunk i sees only places i * chunk_size ... of the padded keys.
+  after = -t % chunk_size
+  padded = Keys(
+    _pad(own.k, window, after),
+    _pad(own.v, window, after),
+    _pad(queries.position, window, after),
+    _pad(queries.document + 1, window, after) - 1,
+  )
+
+  def chunk(index, queries):
+    first, span = index * chunk_size, window + chunk_size
+    cut = lambda x: jax.lax.dynamic_slice_in_dim(x, first, span, axis=1)
+    keys = jax.tree.map(cut, padded)
+    return _attend_chunk(queries, (keys, *others), window)
+
+  return _in_chunks(chunk, queries, chunk_size)
+
+
+def attend_stored(
+  queries: Queries,
+  stored: Sequence[Keys],
+  *,
+  window: int | None = None,
+  chunk_size: int = 512,
+) -> Float[Array, "b t n v"]:
+  """Attends to stored keys only, among which are those of the queries."""
+
+  def chunk(index, queries):
+    del index
+    return _attend_chunk(queries, stored, window)
+
+  return _in_chunks(chunk, queries, chunk_size)
+
+
+def _in_chunks(function, queries, chunk_size):
+  """Calls a function of the number of a chunk and its queries [b c ...]."""
+  t = queries.q.shape[1]
+  if t <= chunk_size:
+    return function(jnp.int32(0), queries)
+
+  def split(x):
+    x = _pad(x, 0, -t % chunk_size)
+    x = x.reshape(x.shape[0], -1, chunk_size, *x.shape[2:])
+    return jnp.moveaxis(x, 1, 0)
 
   @jax.checkpoint
   def chunk(index, queries):
-    keys = own
-    if sliced:
-      first = index * chunk_size
-      cut = lambda x: jax.lax.dynamic_slice_in_dim(x, first, span, axis=1)
-      keys = jax.tree.map(cut, own)
-    q, position, document = queries
-    y = _attend_chunk(q, position, document, (keys, stored), window)
-    return index + 1, y
+    return index + 1, function(index, queries)
 
-  _, y = jax.lax.scan(chunk, jnp.int32(0), tuple(queries))
+  _, y = jax.lax.scan(chunk, jnp.int32(0), jax.tree.map(split, queries))
   y = jnp.moveaxis(y, 0, 1)
   return y.reshape(y.shape[0], -1, *y.shape[3:])[:, :t]
 
 
-def attend_stored(
-  q: Float[Array, "b t n k"],
-  position: Int[Array, "b t"],
-  document: Int[Array, "b t"],
-  stored: Keys,
-  *,
-  window: int | None = None,
-) -> Float[Array, "b t n v"]:
-  """Attends to stored keys only, among which are those of the queries."""
-  return _attend_chunk(q, position, document, (stored, None), window)
-
-
-def _attend_chunk(q, position, document, sources, window):
-  """Attention of a few queries to all keys of `sources`, which may be None."""
-  sources = [keys for keys in sources if keys is not None]
+def _attend_chunk(queries, sources, window):
+  """Attention of a few queries to all keys of `sources`."""
+  q, plain, position, document = queries
   logits = []
   for keys in sources:
-    logit = jnp.einsum(
-      "btnk,bmnk->bntm", q, keys.k, preferred_element_type=jnp.float32
-    )
-    visible = _visible(position, document, keys, window)
-    logits.append(jnp.where(visible[:, None], logit, _LOW))
+    if keys.position is None:
+      logit = jnp.einsum(
+        "btnk,mnk->bntm", plain, keys.k, preferred_element_type=jnp.float32
+      )
+    else:
+      logit = jnp.einsum(
+        "btnk,bmnk->bntm", q, keys.k, preferred_element_type=jnp.float32
+      )
+      visible = _visible(position, document, keys, window)
+      logit = jnp.where(visible[:, None], logit, _LOW)
+    logits.append(logit)
   # Softmax over all sources without copying the (long) stored keys.
   top = [jnp.max(x, axis=-1, initial=_LOW, keepdims=True) for x in logits]
   top = jax.lax.stop_gradient(jnp.max(jnp.stack(top), axis=0))
@@ -109,7 +135,7 @@ def _attend_chunk(q, position, document, sources, window):
   total = sum(jnp.sum(x, axis=-1, keepdims=True) for x in parts)
   reads = [
     jnp.einsum(
-      "bntm,bmnv->btnv",
+      "bntm,mnv->btnv" if keys.position is None else "bntm,bmnv->btnv",
       (part / total).astype(q.dtype),
       keys.v,
       preferred_element_type=jnp.float32,

@@ -9,13 +9,21 @@ from memcache_jax.models._inspection import (
 )
 from memcache_jax.models._language_model import LanguageModel
 from memcache_jax.models._loss import next_token_loss
-from memcache_jax.models._specs import AttentionSpec, MemorySpec, MixerSpec
+from memcache_jax.models._specs import (
+  AttentionSpec,
+  MemoryAsContextSpec,
+  MemoryAsGateSpec,
+  MemorySpec,
+  MixerSpec,
+)
 from memcache_jax.models._tokens import check_token_ids
 
 __all__ = [
   "AttentionSpec",
   "Embedding",
   "LanguageModel",
+  "MemoryAsContextSpec",
+  "MemoryAsGateSpec",
   "MemoryReport",
   "MemorySpec",
   "MixerSpec",

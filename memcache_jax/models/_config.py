@@ -15,7 +15,13 @@ from memcache_jax.memories import (
   Linear,
   Memory,
 )
-from memcache_jax.models._specs import AttentionSpec, MemorySpec, MixerSpec
+from memcache_jax.models._specs import (
+  AttentionSpec,
+  MemoryAsContextSpec,
+  MemoryAsGateSpec,
+  MemorySpec,
+  MixerSpec,
+)
 from memcache_jax.ops import _checks
 
 
@@ -106,10 +112,10 @@ class ModelConfig:
         f"`remat` must be a bool or a policy: got {self.remat!r}."
       )
     if not isinstance(self.pattern, tuple) or not all(
-      isinstance(spec, MemorySpec | AttentionSpec) for spec in self.pattern
+      isinstance(spec, MixerSpec) for spec in self.pattern
     ):
       raise ValueError(
-        "`pattern` must be a tuple of MemorySpec and AttentionSpec: "
+        "`pattern` must be a tuple of specs of mixers, such as MemorySpec: "
         f"got {self.pattern!r}."
       )
     if not isinstance(self.activations, jax.P | None):
@@ -220,6 +226,53 @@ class ModelConfig:
       (24, 1536)
     """
     return _sized(size, MemorySpec(memory, size.num_heads))
+
+  @classmethod
+  def titans_mac(
+    cls, size: Size, memory: Memory, segment_length: int = 256
+  ) -> "ModelConfig":
+    """Titans' memory as context (arXiv 2501.00663), section 4.1.
+
+    Args:
+      size: what all models of a comparison share.
+      memory: one that is not cached.
+      segment_length: tokens that attend to one another.
+    """
+    return _sized(
+      size, MemoryAsContextSpec(memory, size.num_heads, segment_length)
+    )
+
+  @classmethod
+  def titans_mag(
+    cls, size: Size, memory: Memory, window: int = 2048
+  ) -> "ModelConfig":
+    """Titans' memory as gate (arXiv 2501.00663), section 4.2.
+
+    Args:
+      size: what all models of a comparison share.
+      memory: cached or not.
+      window: tokens that attention sees.
+    """
+    return _sized(size, MemoryAsGateSpec(memory, size.num_heads, window))
+
+  @classmethod
+  def titans_mal(
+    cls, size: Size, memory: Memory, window: int = 2048
+  ) -> "ModelConfig":
+    """Titans' memory as layer (arXiv 2501.00663), section 4.3.
+
+    Memories and attention windows in turn, each in a block of its own, with
+    persistent tokens before the windows; a baseline of Memory Caching
+    (arXiv 2602.24281), Table 3.
+
+    Args:
+      size: what all models of a comparison share.
+      memory: cached or not.
+      window: tokens that attention sees.
+    """
+    n = size.num_heads
+    attention = AttentionSpec(n, window=window, persistent_tokens=4)
+    return _sized(size, MemorySpec(memory, n), attention)
 
 
 def _sized(size: Size, *pattern: MixerSpec) -> ModelConfig:

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from memcache_jax.array_typing import Array, Bool, Float, Int
-from memcache_jax.layers import MemoryMixer
+from memcache_jax.layers import MemoryAsContext, MemoryAsGate, MemoryMixer
 from memcache_jax.memories import Watched
 from memcache_jax.models._language_model import LanguageModel
 from memcache_jax.models._tokens import check_token_ids
@@ -99,7 +99,7 @@ def memory_reports(
   check_token_ids(tokens, model.config.vocab_size, mask)
   x, reports = model.embedding(tokens, mask), {}
   for layer, block in enumerate(model.unstacked_blocks()):
-    if isinstance(block.mixer, MemoryMixer):
+    if isinstance(block.mixer, MemoryMixer | MemoryAsGate | MemoryAsContext):
       watched = block.mixer.watch(block.mixer_norm(x), mask=mask)
       reports[layer] = _report(watched, mask)
     x, _ = block(x, mask=mask)

@@ -7,7 +7,13 @@ import jax.numpy as jnp
 from flax import nnx
 
 from memcache_jax.array_typing import DType
-from memcache_jax.layers import Attention, MemoryMixer, Mixer
+from memcache_jax.layers import (
+  Attention,
+  MemoryAsContext,
+  MemoryAsGate,
+  MemoryMixer,
+  Mixer,
+)
 from memcache_jax.memories import Memory
 from memcache_jax.ops import _checks
 
@@ -67,11 +73,13 @@ class AttentionSpec:
   Attributes:
     num_heads: heads.
     window: tokens seen; None for all.
+    persistent_tokens: learned tokens that every token sees.
     head_dim: width per head; dim / num_heads by default.
   """
 
   num_heads: int
   window: int | None = None
+  persistent_tokens: int = 0
   head_dim: int | None = None
 
   def __post_init__(self):
@@ -92,7 +100,86 @@ class AttentionSpec:
       dim,
       self.num_heads,
       window=self.window,
+      persistent_tokens=self.persistent_tokens,
       head_dim=self.head_dim,
+      out_scale=out_scale,
+      dtype=dtype,
+      param_dtype=param_dtype,
+      rngs=rngs,
+    )
+
+
+@dataclass(frozen=True)
+class MemoryAsGateSpec:
+  """A `MemoryAsGate` at a place of the layer pattern.
+
+  Attributes:
+    memory: any memory, cached or not.
+    num_heads: heads of attention and memory.
+    window: tokens that attention sees.
+    persistent_tokens: learned tokens that it always sees.
+  """
+
+  memory: Memory
+  num_heads: int
+  window: int = 2048
+  persistent_tokens: int = 4
+
+  def build(
+    self,
+    dim: int,
+    *,
+    out_scale: float = 1.0,
+    dtype: DType = jnp.float32,
+    param_dtype: DType = jnp.float32,
+    rngs: nnx.Rngs,
+  ) -> Mixer:
+    """Makes the layer."""
+    return MemoryAsGate(
+      dim,
+      self.num_heads,
+      self.memory,
+      window=self.window,
+      persistent_tokens=self.persistent_tokens,
+      out_scale=out_scale,
+      dtype=dtype,
+      param_dtype=param_dtype,
+      rngs=rngs,
+    )
+
+
+@dataclass(frozen=True)
+class MemoryAsContextSpec:
+  """A `MemoryAsContext` at a place of the layer pattern.
+
+  Attributes:
+    memory: any memory that is not cached.
+    num_heads: heads of attention and memory.
+    segment_length: tokens that see one another.
+    persistent_tokens: learned tokens that every token sees.
+  """
+
+  memory: Memory
+  num_heads: int
+  segment_length: int = 256
+  persistent_tokens: int = 4
+
+  def build(
+    self,
+    dim: int,
+    *,
+    out_scale: float = 1.0,
+    dtype: DType = jnp.float32,
+    param_dtype: DType = jnp.float32,
+    rngs: nnx.Rngs,
+  ) -> Mixer:
+    """Makes the layer."""
+    return MemoryAsContext(
+      dim,
+      self.num_heads,
+      self.memory,
+      segment_length=self.segment_length,
+      persistent_tokens=self.persistent_tokens,
       out_scale=out_scale,
       dtype=dtype,
       param_dtype=param_dtype,
@@ -106,4 +193,6 @@ def _check_dims(**dims: int | None) -> None:
       _checks.check_positive(**{name: value})
 
 
-MixerSpec: TypeAlias = MemorySpec | AttentionSpec
+MixerSpec: TypeAlias = (
+  MemorySpec | AttentionSpec | MemoryAsGateSpec | MemoryAsContextSpec
+)

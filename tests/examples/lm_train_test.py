@@ -1,5 +1,6 @@
 """Training of `examples.lm`: its configs, one step, and going on."""
 
+import functools
 import importlib
 import json
 import pathlib
@@ -97,7 +98,7 @@ def log(name="run") -> list[dict]:
 
 
 def test_every_config_has_the_parameters_it_says():
-  assert len(CONFIGS) == 60
+  assert len(CONFIGS) == 69
   for path in CONFIGS:
     module = importlib.import_module(f"configs.lm.{path.stem}")
     settings = Settings.from_config(module.get_config())
@@ -155,6 +156,51 @@ def test_parts_of_a_batch_give_the_gradient_of_the_whole():
   )
   assert int(expected[2]) == 29
   assert_close(jax.tree.leaves(got), jax.tree.leaves(expected), 1e-5)
+
+
+# Every family, one of its kinds of caching each.
+FAMILIES = [
+  "transformer",
+  "samba",
+  "retnet",
+  "deltanet",
+  "rwkv7",
+  "memora",
+  "swla_log",
+  "dla_soup",
+  "titans_ssc",
+  "titans_mac",
+  "titans_mag",
+  "titans_mal",
+]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_tiny_configs_learn(name):
+  module = importlib.import_module(f"configs.lm.{name}_tiny")
+  settings = replace(
+    Settings.from_config(module.get_config()),
+    optimizer=OptimizerSettings(peak=1e-2, warmup=2),
+    steps=20,
+    length=64,
+    batch_size=2,
+  )
+  text = (ROOT / "LICENSE").read_bytes()[1000:1130]
+  ids = np.int32(np.frombuffer(text, np.uint8).reshape(2, 65))
+  starts = np.arange(64)[None] % 32 == np.zeros((2, 1), int)
+  batch = Batch(ids[:, :-1], ids[:, 1:], np.ones((2, 64), bool), starts)
+
+  @functools.partial(
+    jax.jit, compiler_options={"xla_backend_optimization_level": 0}
+  )
+  def train(batch):
+    step = lambda state, _: training.train_step(settings, state, batch)
+    state = training.initial_state(settings)
+    return jax.lax.scan(step, state, length=settings.steps)[1].loss
+
+  with jax.numpy_dtype_promotion("standard"):  # optax needs it
+    losses = np.asarray(train(batch))
+  assert losses[-1] < losses[0] - 1.0, losses
 
 
 # Runs.

@@ -12,11 +12,21 @@ DIM, HEADS, WIDTH = 8, 2, 4
 
 
 def dense(layer, x, window=None, theta=10_000.0):
-  """The definition in float64, with rotations as complex numbers."""
-  q, k, v = (
-    np.einsum("btd,dnk->btnk", x, np.float64(p.kernel[...]))
-    for p in (layer.q, layer.k, layer.v)
+  """The definition in float64, with rotations as complex numbers.
+
+  Persistent tokens come first, are not rotated, and every token sees them.
+  """
+  p = np.zeros((0, DIM))
+  if layer.persistent is not None:
+    p = np.float64(layer.persistent[...])
+  q, k, v, k_of_p, v_of_p = (
+    np.einsum("btd,dnk->btnk", x, np.float64(projection.kernel[...]))
+    for x, projection in (
+      *((x, layer.q), (x, layer.k), (x, layer.v)),
+      *((p[None], layer.k), (p[None], layer.v)),
+    )
   )
+  plain = np.einsum("btnk,bsnk->bnts", q, k_of_p.repeat(len(x), 0))
   t, half = x.shape[1], WIDTH // 2
   angle = np.arange(t)[:, None] * theta ** (-np.arange(half) / half)
   turn = np.exp(1j * angle)[None, :, None]
@@ -25,7 +35,9 @@ def dense(layer, x, window=None, theta=10_000.0):
   age = np.arange(t)[:, None] - np.arange(t)[None]
   visible = (age >= 0) & (age < (window or t))
   weights = np.where(visible, np.exp(logits), 0)
+  weights = np.concatenate([np.exp(plain / WIDTH**0.5), weights], axis=-1)
   weights /= weights.sum(-1, keepdims=True)
+  v = np.concatenate([v_of_p.repeat(len(x), 0), v], axis=1)
   y = np.einsum("bnts,bsnk->btnk", weights, v)
   return np.einsum("btnk,nkd->btd", y, np.float64(layer.out.kernel[...]))
 
@@ -37,8 +49,14 @@ def inputs(length=40, seed=0):
 @pytest.mark.parametrize("window", [None, 1, 5, 30, 100])
 def test_is_the_definition(window):
   x = inputs()
-  for chunk_size in (64, 40, 7):
-    layer = louder(attention(window=window, chunk_size=chunk_size))
+  for chunk_size, persistent_tokens in ((64, 0), (40, 2), (7, 3)):
+    layer = louder(
+      attention(
+        window=window,
+        persistent_tokens=persistent_tokens,
+        chunk_size=chunk_size,
+      )
+    )
     expected = dense(layer, np.float64(x), window)
     y, _ = run(layer, x)
     np.testing.assert_allclose(y, expected, atol=1e-4)

@@ -7,11 +7,17 @@ import numpy as np
 from flax import nnx
 
 from memcache_jax.caching import Cached, Constant
-from memcache_jax.layers import Attention, MemoryMixer, NoDecayParam
+from memcache_jax.layers import (
+  Attention,
+  MemoryAsContext,
+  MemoryMixer,
+  NoDecayParam,
+)
 from memcache_jax.memories import DecayedLinear, SlidingWindowLinear
 
 DIM = 8
 SEGMENT = 4
+MAMBA2 = DecayedLinear.mamba2()
 
 
 def memory_mixer(memory, **options):
@@ -23,14 +29,24 @@ def attention(**options):
   return Attention(DIM, 2, **{"rngs": nnx.Rngs(0), "chunk_size": 6, **options})
 
 
+def hybrid(kind, memory=MAMBA2, **options):
+  options = {"persistent_tokens": 2, "rngs": nnx.Rngs(0), **options}
+  return kind(DIM, 2, memory, **options)
+
+
 # Every mixer is one line here.
 MIXERS = {
-  "decayed": lambda **options: memory_mixer(DecayedLinear.mamba2(), **options),
+  "decayed": lambda **options: memory_mixer(MAMBA2, **options),
   "cached": lambda **options: memory_mixer(
     Cached(SlidingWindowLinear(), Constant(SEGMENT)), **options
   ),
   "attention": attention,
-  "window": lambda **options: attention(window=5, **options),
+  "window": lambda **options: attention(
+    window=5, persistent_tokens=2, **options
+  ),
+  "context": lambda **options: hybrid(
+    MemoryAsContext, segment_length=SEGMENT, **options
+  ),
 }
 
 

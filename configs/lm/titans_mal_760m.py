@@ -1,0 +1,16 @@
+"""Titans with memory as layer (MAL), 760M: 772,407,552 parameters.
+
+python -m examples.lm.main --config=configs/lm/titans_mal_760m.py --workdir=DIR
+
+Hardware: a pod slice of 256 TPU v5e chips.
+Not yet run.
+"""
+
+from ml_collections import ConfigDict
+
+from configs.lm import paper
+
+
+def get_config() -> ConfigDict:
+  """The settings; see `examples.lm.settings`."""
+  return paper.paper_760m("titans_mal")
