@@ -2,11 +2,10 @@
 
 Rows of a batch lie over the axes data and fsdp. Weights and the moments of the
 optimiser are spread over fsdp along the model width, and over tensor along
-heads, hidden units and vocabulary; the axis sequence spreads the segments of a
-row. The axes of the mesh are Explicit: how every
-array lies is part of its type, so that what would have to be moved unasked is
-an error, and kernels run on the rows and heads that a device holds. The
-compiler inserts the communication.
+heads, hidden units and vocabulary; sequence spreads the segments of a row. The
+axes of the mesh are Explicit: how every array lies is part of its type, so that
+what would have to be moved unasked is an error, and kernels run on the rows and
+heads that a device holds. The compiler inserts the communication.
 """
 
 import functools
@@ -114,14 +113,16 @@ def _check_sequence(settings: Settings, devices: int) -> None:
     return
   model = settings.model
   if (
-    model.caching not in ("grm", "soup", "ssc")
+    model.family not in ("swla", "dla", "titans", "memora")
+    or model.caching not in ("grm", "soup", "ssc")
     or model.write_mode != "independent"
     or settings.data.packing != "aligned"
   ):
     raise InputError(
-      "mesh.sequence above 1 takes model.caching grm, soup or ssc, "
-      "model.write_mode independent and data.packing aligned: got "
-      f"{model.caching}, {model.write_mode} and {settings.data.packing}"
+      "mesh.sequence above 1 takes model.family swla, dla, titans or memora, "
+      "model.caching grm, soup or ssc, model.write_mode independent and "
+      f"data.packing aligned: got {model.family}, {model.caching}, "
+      f"{model.write_mode} and {settings.data.packing}"
     )
   if settings.length % (devices * model.segment_length):
     raise InputError(

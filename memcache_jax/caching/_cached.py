@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -78,6 +78,8 @@ class Cached(Memory):
   write_mode: Literal["independent", "checkpoint"] = "independent"
   policy: CachePolicy | None = None
 
+  spreads_tokens: ClassVar[bool] = True
+
   def __post_init__(self):
     if isinstance(self.memory, Cached):
       raise ValueError("`memory` must not be cached already: got a Cached.")
@@ -100,10 +102,6 @@ class Cached(Memory):
       raise ValueError(
         f"`memory` and `aggregate` must not share gate names: got {taken}."
       )
-
-  @property
-  def spreads_tokens(self) -> bool:
-    return True
 
   @property
   def uses_segment_ends(self) -> bool:
@@ -269,14 +267,10 @@ class Cached(Memory):
     With state None the returned one has room for the segments of this call
     and no more: start from `init_state` to go on.
 
-    Under a mesh with Explicit axes tokens, too, may be spread over devices:
-    those of a new sequence without mask, in whole constant segments that are
-    written independently, with documents that start where segments do. Only
-    what segments leave behind is exchanged.
+    Tokens may be spread over devices, see `_over_devices`.
     """
+    check_tokens(self, tokens)
     if sharding.spec_of(tokens.q)[1] is not None:
-      check_tokens(self, tokens)
-      _layout.check_room(self, tokens)
       return _over_devices.run(self, params, state, tokens)
     y, state, _ = self.inspect(params, state, tokens)
     return y, state

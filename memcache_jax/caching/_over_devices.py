@@ -4,6 +4,9 @@ Segments that are written independently of one another need nothing of each
 other until they are read. So every device writes those it holds, all devices
 exchange what is left of them (end states and pooled keys), and every device
 reads for its own tokens. No token leaves its device.
+
+The tokens are those of a new sequence without mask, in whole constant segments,
+with documents that start where segments do, under a mesh with Explicit axes.
 """
 
 import dataclasses
@@ -27,6 +30,7 @@ def run(cached, params, state, tokens):
     ValueError: for what cannot be done without moving tokens.
   """
   axis = sharding.spec_of(tokens.q)[1]
+  _layout.check_room(cached, tokens)
   _check(cached, state, tokens, sharding.devices_along(axis))
   return sharding.over_devices(
     lambda tokens, params: _run_own(cached, params, tokens, axis),

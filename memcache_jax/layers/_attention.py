@@ -155,7 +155,7 @@ class Attention(Mixer):
     front = to_front(x, mask, starts)
     q, k, v = self.q(front.x), self.k(front.x), self.v(front.x)
     flags, persistent = front._replace(x=None), self.persistent_keys()
-    spread = AttentionState("b m n k", "b m n k", "b")
+    spread = AttentionState._make(("b m n k", "b m n k", "b"))
     # Rows and heads never mix: every device attends with those it holds.
     y, new_state = sharding.over_devices(
       self._attend,
