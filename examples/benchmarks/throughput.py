@@ -58,7 +58,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
   add("--out", type=Path, help="JSON lines; what they hold is not run again")
   add("--lengths", type=int, nargs="+", default=LENGTHS)
   add("--models", nargs="+", help="all of them unless given")
-  add("--seconds", type=float, default=20.0, help="for one step, at most")
+  add("--seconds", type=float, default=60.0, help="for one step, at most")
   add("--gib", type=float, default=4.0, help="of memory for a step, at most")
   add("--jobs", type=int, default=2, help="models at a time, a core each")
   add("--figure", type=Path, help="where the figure goes (extra `plots`)")

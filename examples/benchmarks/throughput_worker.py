@@ -8,15 +8,17 @@ import jax.numpy as jnp
 from examples.benchmarks import check, measure, models
 
 GIB = 2**30
+SIZES = models.Sizes()
+LIMITS = measure.Limits(calls=7, seconds=3.0, least=1)
 
 
 class Most(NamedTuple):
   """What a step may take; one that takes more is left out.
 
   Attributes:
-    seconds: of a training step, judged by the length before: four times as
-      much where a length is twice as long.
-    gib: memory for what a training step keeps between its parts.
+    seconds: of a training step, taken to grow with the square of the length
+      from the last that was timed.
+    gib: temporary memory of a training step, as its program says.
   """
 
   seconds: float
@@ -27,8 +29,8 @@ def run(
   name: str,
   lengths: list[int],
   most: Most,
-  sizes: models.Sizes = models.Sizes(),  # noqa: B008
-  limits: measure.Limits = measure.Limits(calls=7, seconds=3.0, least=1),  # noqa: B008
+  sizes: models.Sizes = SIZES,
+  limits: measure.Limits = LIMITS,
 ) -> None:
   """Prints a record for each length and mode.
 
@@ -55,7 +57,7 @@ def run(
 
 
 def _quadratic(last: dict, tokens: int) -> float:
-  """Seconds, if they grow with the square of the length."""
+  """Seconds at a length, if they grow with its square."""
   return last["cpu_ms"] / 1e3 * (tokens / last["tokens"]) ** 2
 
 
@@ -74,7 +76,7 @@ def _train(made, tokens, most, limits) -> dict:
 
 
 def _decode(made, sizes, tokens, limits) -> dict:
-  # A token more than is read in the calls below.
+  # Room for a first call and for those that are timed.
   state = models.after(made, sizes, tokens, limits.calls + 2)
   one = models.ids(1)
   logits, state = jax.block_until_ready(made.read(made.params, one, state))
