@@ -16,7 +16,7 @@ from memcache_jax.caching import (
 from memcache_jax.caching._next_state import CallSegments, Written
 from memcache_jax.caching._one_segment import memory_tokens
 from memcache_jax.caching._segments import block_level
-from memcache_jax.caching._weights import stored_memories, weigh
+from memcache_jax.caching._weights import last_choice, stored_memories, weigh
 from memcache_jax.memories._base import HeadShape, Tokens
 
 # Tokens of a call only read memories of earlier segments. The segments are cut
@@ -30,7 +30,9 @@ _SEGMENTS_PER_BAND = 4
 def run(cached, params, state, tokens):
   """Writes and reads many tokens; returns y, state and weights."""
   layout = _layout.lay_out(tokens, state, cached.segments)
-  inner = Tokens(tokens.q, tokens.k, tokens.v, dict(tokens.gates))
+  inner = Tokens(
+    tokens.q, tokens.k, tokens.v, dict(tokens.gates), seeds=tokens.seeds
+  )
   inner = layout.spread(inner)
   segments = _describe(cached, state, layout, inner.k)
   carried = 0 if state is None else state.index.shape[1]
@@ -60,7 +62,12 @@ def _in_two_passes(cached, params, state, layout, tokens, segments):
     cached, params, state, layout, tokens, segments, ends, online
   )
   stored = stored_memories(state, written, segments)
-  weights, own, selection = weigh(cached, stored, segments, tokens)
+  weights, own, chosen, selection = weigh(
+    cached, state, stored, segments, tokens
+  )
+  written = written._replace(
+    chosen=last_choice(cached, layout, segments, stored, chosen)
+  )
   if selection is not None:
     y = own[..., None] * y.astype(jnp.float32)
     y += _read_selected(cached, params, stored, tokens, selection)
@@ -243,12 +250,11 @@ def _read(cached, params, memories, y, start, tokens, valid, own, weights):
 
 
 def _read_selected(cached, params, stored, tokens, selection):
-  q, index, weights = (
-    rearrange(x, "b g c ... -> b (g c) ...")
-    for x in (tokens.q, selection.index, selection.weights)
+  q, selection = jax.tree.map(
+    lambda x: rearrange(x, "b g c ... -> b (g c) ..."), (tokens.q, selection)
   )
   y = _sparse_read.read_selected(
-    cached.memory, params, stored.memories, q, index, weights
+    cached.memory, params, stored.memories, q, selection
   )
   return y.reshape(*tokens.q.shape[:3], *y.shape[2:])
 
