@@ -6,6 +6,8 @@ one read of many queries, whatever the memory is; then pairs go back to their
 tokens.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
