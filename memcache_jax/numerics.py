@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 
+from memcache_jax import sharding
 from memcache_jax.array_typing import Array, Bool, DType, Float
 
 # exp(x) is exactly 0 in float32 (denormals included) below this exponent, so
@@ -46,6 +47,9 @@ def scale_axes(
   fraction of the time of multiplying and summing.
   """
   rows = "abcdefgh"[: x.ndim - scale.ndim]
+  spec = sharding.spec_of(x)
+  if any(spec[len(rows) :]):
+    scale = jax.reshard(scale, jax.P(*spec[len(rows) :]))
   return jnp.einsum(f"{rows}...,...->{rows}...", x, scale, precision="highest")
 
 
@@ -108,11 +112,22 @@ def masked_exp(
 
 
 def matmul(
-  subscripts: str, *operands: Float[Array, "..."], dtype: DType
+  subscripts: str,
+  *operands: Float[Array, "..."],
+  dtype: DType,
+  spec: jax.P | None = None,
 ) -> Float[Array, "..."]:
-  """``einsum`` with operands in ``dtype`` and a float32 result."""
+  """``einsum`` with operands in ``dtype`` and a float32 result.
+
+  `spec` says how the result is spread over a mesh with Explicit axes.
+  """
   operands = tuple(x.astype(dtype) for x in operands)
-  return jnp.einsum(subscripts, *operands, preferred_element_type=jnp.float32)
+  return jnp.einsum(
+    subscripts,
+    *operands,
+    preferred_element_type=jnp.float32,
+    out_sharding=spec,
+  )
 
 
 def matmul_tokens(
@@ -125,11 +140,23 @@ def matmul_tokens(
   """`matmul` of every token with one kernel; subscripts without b and t.
 
   Rows and tokens are one axis meanwhile: on a CPU the product and what is fused
-  with it then take a little over half of the time, gradients included.
+  with it then take a little over half of the time, gradients included. Under a
+  mesh with Explicit axes tokens stay where they are, and weights come to them.
   """
   b, t = x.shape[:2]
   tokens, kernel_axes = subscripts.split(",")
   kernel_axes, kept = kernel_axes.split("->")
+  kernel = sharding.beside(kernel.astype(dtype), x)
+  rows, spec = sharding.spec_of(x)[:2], sharding.spec_of(kernel)
+  if any(rows) or any(spec):
+    kept_spec = (spec[kernel_axes.index(axis)] for axis in kept)
+    return matmul(
+      f"yz{tokens},{kernel_axes}->yz{kept}",
+      x,
+      kernel,
+      dtype=dtype,
+      spec=jax.P(*rows, *kept_spec),
+    )
   y = matmul(
     f"z{tokens},{kernel_axes}->z{kept}",
     x.reshape(b * t, *x.shape[2:]),

@@ -1,6 +1,7 @@
 """Rows on the devices where their tokens are."""
 
 from collections.abc import Callable
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -15,22 +16,67 @@ def rows_like(tree: PyTree, like: Shaped[Array, "b ..."]) -> PyTree:
   state, belongs to no device, and cannot be carried along with arrays that
   do. Elsewhere the compiler decides, and the tree is returned as it is.
   """
-  rows = _row_axes(like)
+  rows = spec_of(like)[0]
   if rows is None:
     return tree
 
   def spread(x):
-    if _row_axes(x) == rows:
-      return x
-    return jax.reshard(x, jax.P(rows, *jax.typeof(x).sharding.spec[1:]))
+    spec = spec_of(x)
+    return x if spec[0] == rows else jax.reshard(x, jax.P(rows, *spec[1:]))
 
   return jax.tree.map(spread, tree)
 
 
-def _row_axes(x: Array):
-  sharding = jax.typeof(x).sharding
-  spec = getattr(sharding, "spec", None)
-  return spec[0] if spec else None
+def spec_of(x: Array) -> tuple[Any, ...]:
+  """Mesh axes over which each axis of an array is spread; None for whole.
+
+  Only Explicit axes are known; others are the compiler's business.
+  """
+  parts = tuple(getattr(jax.typeof(x).sharding, "spec", ()))
+  return parts + (None,) * (jnp.ndim(x) - len(parts))
+
+
+def beside(
+  weight: Float[Array, "..."], x: Shaped[Array, "b t ..."]
+) -> Float[Array, "..."]:
+  """Gathers a weight over the mesh axes that spread rows and tokens of x.
+
+  A mesh axis spreads weights so that they take less room, and is needed for
+  tokens where they are used. Under Explicit axes that has to be said.
+  """
+  taken = {name for part in spec_of(x)[:2] for name in _names(part)}
+  kept = [
+    tuple(name for name in _names(part) if name not in taken) or None
+    for part in spec_of(weight)
+  ]
+  if kept == [_names(part) or None for part in spec_of(weight)]:
+    return weight
+  return jax.reshard(weight, jax.P(*kept))
+
+
+def _names(part: Any) -> tuple[str, ...]:
+  """Of one entry of a spec."""
+  if part is None:
+    return ()
+  return part if isinstance(part, tuple) else (part,)
+
+
+def by_compiler(
+  function: Callable[..., Array], *inputs: Array, spec: tuple[Any, ...]
+) -> Array:
+  """Calls a function whose communication the compiler finds.
+
+  For what has no rule under Explicit axes.
+
+  Args:
+    function: of the inputs.
+    *inputs: arrays.
+    spec: how the result is spread.
+  """
+  if not any(spec) and not any(any(spec_of(x)) for x in inputs):
+    return function(*inputs)
+  spread = jax.sharding.auto_axes(function, out_sharding=jax.P(*spec))
+  return cast(Array, spread(*inputs))
 
 
 def zeros_at_tokens(
@@ -64,8 +110,8 @@ def over_batch_and_heads(
     ValueError: when another axis than b and n is spread.
   """
   first, letters = jax.tree.leaves(inputs)[0], jax.tree.leaves(axes)[0].split()
-  spec = getattr(jax.typeof(first).sharding, "spec", ())
-  spread = {x: name for x, name in zip(letters, spec, strict=False) if name}
+  spec = spec_of(first)
+  spread = {x: name for x, name in zip(letters, spec, strict=True) if name}
   if not spread:
     return function(*inputs)
   if not spread.keys() <= {"b", "n"}:

@@ -68,6 +68,7 @@ def age_in_document(
     age_before: tokens of the running document before this call.
   """
   index = _indices(starts)
+  age_before = sharding.rows_like(age_before, starts)
   first = _running_max(jnp.where(starts, index, -1))
   return jnp.where(first < 0, age_before[:, None] + index, index - first)
 

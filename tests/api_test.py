@@ -63,6 +63,7 @@ def doctests(module: types.ModuleType) -> Iterator[doctest.DocTest]:
         yield found
 
 
+@pytest.mark.usefixtures("as_a_user")
 @pytest.mark.parametrize("name", WITH_EXAMPLES)
 def test_docstring_examples_run(name: str):
   module = importlib.import_module(name)

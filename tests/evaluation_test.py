@@ -185,6 +185,8 @@ metric_list:
     ("batch_size", 0),
     ("piece", 0),
     ("max_new_tokens", 0),
+    ("longest_prompt", 0),
+    ("longest_prompt", 1),
   ],
 )
 @pytest.mark.usefixtures("as_a_user")

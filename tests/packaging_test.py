@@ -74,6 +74,9 @@ def test_the_wheel_holds_every_module_and_no_other(wheel):
   assert in_wheel == set(installed_as("*.py"))
   assert "memcache_jax/pallas_kernels/__init__.py" in in_wheel
   assert "memcache_jax/py.typed" in wheel.namelist()
+  tasks = {name for name in wheel.namelist() if name.endswith(".yaml")}
+  assert tasks == set(installed_as("*.yaml"))
+  assert "memcache_jax/evaluation/tasks/based_drop.yaml" in tasks
 
 
 def test_metadata(wheel):

@@ -2,7 +2,8 @@
 
 Where the paper is silent: warm-up over 2% of the steps, a last learning rate
 of a tenth of the peak, betas 0.9 and 0.95, clipping at norm 1, documents
-aligned to segments.
+aligned to segments, and inner batches of half a segment: shorter ones take
+longer, see configs/README.md.
 """
 
 from dataclasses import replace
@@ -53,7 +54,7 @@ def _paper(
       caching=caching,
       vocab_size=32_000,
       segment_length=256,
-      inner_batch=16,
+      inner_batch=128,
       dtype="bfloat16",
       remat=True,
     ),

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from examples.benchmarks import machine
-from memcache_jax.ops import cached_linear_attention
+from memcache_jax import ops
 from memcache_jax.testing import assert_close
 
 HEADS = 8
@@ -30,44 +30,65 @@ TOLERANCE = {
   ("bfloat16", "reference"): 3e-2,
   ("bfloat16", "xla"): 3e-2,
 }
-CASES = [
-  {"width": width, "dtype": dtype, "write_mode": mode, "length": length}
+SIZES = [
+  {"dtype": dtype, "width": width}
   for dtype in ("bfloat16", "float32")
   for width in (64, 96, 128, 256)
-  for mode, length in (("independent", 256), ("checkpoint", 64))
+]
+CASES = [
+  {"op": "cached_linear_attention", **sizes, "write_mode": mode, "length": c}
+  for sizes in SIZES
+  for mode, c in (("independent", 256), ("checkpoint", 64))
+]
+CASES += [
+  {"op": op, **sizes, "length": 256}
+  for op in ("cache_read", "delta_rule")
+  for sizes in SIZES
 ]
 
 
 def arrays_of(case: dict, tokens: int) -> dict[str, jax.Array]:
-  """Unit queries and keys, gates in [0, 1]; decays in checkpoint mode."""
+  """Unit queries and keys, gates in [0, 1]; decays but in independent mode."""
   keys = iter(jax.random.split(jax.random.key(0), 7))
   normal = lambda *axes: jax.random.normal(next(keys), axes)
   gate = lambda *axes: jax.nn.sigmoid(normal(*axes))
-  tall = (1, tokens, HEADS)
+  tall, width = (1, tokens, HEADS), case["width"]
+  states = -(-tokens // case["length"])
   unit = lambda x: x / jnp.linalg.norm(x, axis=-1, keepdims=True)
-  arrays = {name: unit(normal(*tall, case["width"])) for name in "qk"}
-  arrays["v"] = normal(*tall, case["width"])
+  arrays = {name: unit(normal(*tall, width)) for name in "qk"}
+  arrays["v"] = normal(*tall, width)
   arrays = {name: x.astype(case["dtype"]) for name, x in arrays.items()}
-  arrays["weights"] = gate(*tall, -(-tokens // case["length"]))
-  arrays["own_weight"] = gate(*tall)
-  if case["write_mode"] == "checkpoint":
+  if case["op"] == "cache_read":
+    return {
+      "q": arrays["q"],
+      "states": normal(1, states, HEADS, width, width),
+      "weights": gate(*tall, states),
+    }
+  if case["op"] == "delta_rule":
+    arrays["beta"] = gate(*tall)
+  else:
+    arrays["weights"] = gate(*tall, states)
+    arrays["own_weight"] = gate(*tall)
+  if case.get("write_mode") != "independent":
     arrays["log_decay"] = 0.1 * jnp.log(gate(*tall))
+  if case.get("write_mode") == "checkpoint":
     arrays["write"] = gate(*tall)
   return arrays
 
 
 def program(case: dict, implementation: str, gradients: bool):
   """The compiled call: outputs, or outputs and the gradients of all arrays."""
+  options = {}
+  if "write_mode" in case:
+    options["write_mode"] = case["write_mode"]
+    options["segment_length"] = case["length"]
   run = functools.partial(
-    cached_linear_attention,
-    segment_length=case["length"],
-    write_mode=case["write_mode"],
-    implementation=implementation,
+    getattr(ops, case["op"]), **options, implementation=implementation
   )
 
   def loss(arrays):
-    outputs = run(**arrays)
-    keys = jax.random.split(jax.random.key(1))
+    outputs = jax.tree.leaves(run(**arrays))
+    keys = jax.random.split(jax.random.key(1), len(outputs))
     products = [
       jnp.vdot(x.astype(jnp.float32), jax.random.normal(key, x.shape))
       for key, x in zip(keys, outputs, strict=True)

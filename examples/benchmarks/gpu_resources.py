@@ -13,6 +13,7 @@ launches it. None of it says how fast a kernel is, or whether it is right.
 """
 
 import argparse
+import functools
 import importlib.util
 import os
 import re
@@ -25,7 +26,7 @@ from pathlib import Path
 from examples.benchmarks import readme
 
 README = Path(__file__).parents[2] / "pallas_kernels" / "README.md"
-PREFIX = "memcache_cached_linear_attention_"
+OPS = ("cached_linear_attention", "cache_read", "delta_rule")
 ARCHITECTURE = "sm_90a"
 # What XLA wants to know of the GPU that it compiles for.
 H100 = """
@@ -56,7 +57,15 @@ gpu_device_info {
 
 @dataclass(frozen=True)
 class Case:
-  """One call: 8 heads, checkpoint mode, everything decays."""
+  """One call: 8 heads, checkpoint mode, everything decays.
+
+  Attributes:
+    width: of keys and values.
+    dtype: of these.
+    length: tokens of a segment, for each of which there is a state to read.
+    tokens: of the call.
+    carried: memories carried into it; with any, what a document starts with.
+  """
 
   width: int
   dtype: str = "bfloat16"
@@ -72,13 +81,11 @@ class Case:
 CASES = [Case(64), Case(96), Case(128), Case(256), Case(128, "float32")]
 
 
-def compile_for_h100(case: Case):
-  """The program of all gradients of a call."""
+def compile_for_h100(case: Case, op: str = OPS[0]):
+  """The program of a call and all its gradients."""
   import jax
   import jax.numpy as jnp
   from jax.experimental import topologies
-
-  from memcache_jax.ops import cached_linear_attention
 
   device = topologies.get_topology_desc(
     platform="cuda",
@@ -86,9 +93,22 @@ def compile_for_h100(case: Case):
     target_config=H100,
     topology="1x1x1",
   ).devices[0]
+  sharding = jax.sharding.SingleDeviceSharding(device)
   array = lambda *shape, dtype=jnp.float32: jax.ShapeDtypeStruct(
-    shape, dtype, sharding=jax.sharding.SingleDeviceSharding(device)
+    shape, dtype, sharding=sharding
   )
+  run, arrays = _CALLS[op](case, array)
+
+  def loss(arrays):
+    outputs = jax.tree.leaves(run(**arrays, implementation="triton"))
+    return sum(jnp.sum(x.astype(jnp.float32) ** 2) for x in outputs)
+
+  return jax.jit(jax.grad(loss)).lower(arrays).compile()
+
+
+def _cached_linear_attention(case: Case, array):
+  from memcache_jax.ops import cached_linear_attention
+
   t, d, carried = case.tokens, case.width, case.carried
   arrays = {name: array(1, t, 8, d, dtype=case.dtype) for name in "qkv"}
   arrays["weights"] = array(1, t, 8, carried - (-t // case.length))
@@ -97,17 +117,49 @@ def compile_for_h100(case: Case):
   if carried:
     arrays["memories"] = array(1, carried, 8, d, d)
     arrays["state"] = array(1, 8, d, d)
+  options = dict(segment_length=case.length, write_mode="checkpoint")
+  return functools.partial(cached_linear_attention, **options), arrays
 
-  def loss(arrays):
-    y, ends = cached_linear_attention(
-      **arrays,
-      segment_length=case.length,
-      write_mode="checkpoint",
-      implementation="triton",
-    )
-    return jnp.sum(y.astype(jnp.float32) ** 2) + jnp.sum(ends**2)
 
-  return jax.jit(jax.grad(loss)).lower(arrays).compile()
+def _cache_read(case: Case, array):
+  from memcache_jax.ops import cache_read
+
+  t, d, states = (
+    case.tokens,
+    case.width,
+    case.carried - (-case.tokens // case.length),
+  )
+  return cache_read, {
+    "q": array(1, t, 8, d, dtype=case.dtype),
+    "states": array(1, states, 8, d, d),
+    "weights": array(1, t, 8, states),
+  }
+
+
+def _delta_rule(case: Case, array):
+  import jax.numpy as jnp
+
+  from memcache_jax.ops import delta_rule
+
+  t, d = case.tokens, case.width
+  arrays = {name: array(1, t, 8, d, dtype=case.dtype) for name in "qkv"}
+  arrays |= {name: array(1, t, 8) for name in ("beta", "log_decay")}
+  if not case.carried:
+    return delta_rule, arrays
+  arrays |= {"state": array(1, 8, d, d), "initial": array(8, d, d)}
+  starts = lambda beta: jnp.isnan(beta[..., 0])
+
+  def run(beta, **arrays):
+    return delta_rule(beta=beta, starts=starts(beta), **arrays)
+
+  return run, arrays
+
+
+_CALLS = {
+  "cached_linear_attention": _cached_linear_attention,
+  "cache_read": _cache_read,
+  "delta_rule": _delta_rule,
+}
 
 
 def assembler() -> str:
@@ -153,19 +205,20 @@ def launches(sequence: str) -> dict[str, tuple[int, int]]:
 
 def measure(case: Case, dump: Path) -> dict[str, str]:
   """A column of the table: what each kernel takes."""
-  for path in dump.glob("*"):
-    path.unlink()
-  compile_for_h100(case)
-  [sequence] = dump.glob("*thunk_sequence.txt")
   cells = {}
-  launched = launches(sequence.read_text())
-  for ptx in dump.glob("*.ptx"):
-    if PREFIX not in ptx.read_text():
-      continue
-    for name, (used, spilled) in registers(assemble(ptx)).items():
-      threads, shared = launched[name]
-      cell = f"{threads} x {used}, {spilled}, {shared / 1024:.0f}"
-      cells[name.removeprefix(PREFIX)] = cell
+  for op in OPS:
+    for path in dump.glob("*"):
+      path.unlink()
+    compile_for_h100(case, op)
+    [sequence] = dump.glob("*thunk_sequence.txt")
+    launched, prefix = launches(sequence.read_text()), f"memcache_{op}_"
+    for ptx in dump.glob("*.ptx"):
+      if prefix not in ptx.read_text():
+        continue
+      for name, (used, spilled) in registers(assemble(ptx)).items():
+        threads, shared = launched[name]
+        cell = f"{threads} x {used}, {spilled}, {shared / 1024:.0f}"
+        cells[f"`{op}`: `{name.removeprefix(prefix)}`"] = cell
   return cells
 
 
@@ -184,7 +237,7 @@ def main(argv: list[str] | None = None) -> None:
   kernels = sorted(set().union(*columns.values()))
   lines = [["kernel", *columns], ["---"] * (1 + len(columns))]
   lines += [
-    [f"`{kernel}`", *(column[kernel] for column in columns.values())]
+    [kernel, *(column[kernel] for column in columns.values())]
     for kernel in kernels
   ]
   table = "\n".join(f"| {' | '.join(line)} |" for line in lines)

@@ -8,7 +8,7 @@ every tile in use counts as a full one.
 import functools
 import importlib
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -53,24 +53,22 @@ class Read:
 
   @property
   def kernels(self) -> list[str]:
-    if self.hidden is not None:
-      return ["memcache_mlp_memory_read"]
-    name = "memcache_cache_read_"
-    name += "" if self.selected is None else "selected_"
-    if not self.backward:
-      return [f"{name}fwd"]
+    what = "cache_read" if self.hidden is None else "mlp_memory"
     if self.selected is not None:
-      return [f"{name}bwd"]
-    return [f"{name}bwd_tokens", f"{name}bwd_states"]
+      return [f"memcache_{what}_selected_{'bwd' if self.backward else 'fwd'}"]
+    if self.hidden is not None:
+      return [f"memcache_mlp_memory_read{'_bwd' if self.backward else ''}"]
+    ways = ["bwd_tokens", "bwd_states"] if self.backward else ["fwd"]
+    return [f"memcache_cache_read_{way}" for way in ways]
 
   @property
   def flops(self) -> float:
-    """Of all products."""
+    """Of all products; gradients of networks read them again."""
     per_token = self.states if self.selected is None else self.selected
-    size = self.width**2
+    size, products = self.width**2, 2 if self.backward else 1
     if self.hidden is not None:
       size = 2 * self.width * self.hidden
-    products = 2 if self.backward else 1
+      products = 3 if self.backward else 1
     return products * self.heads * self.tokens * per_token * 2 * size
 
 
@@ -84,6 +82,9 @@ CASES = [
   Read(128, selected=2, backward=True),
   Read(256, selected=2, backward=True),
   Read(128, hidden=512),
+  Read(128, hidden=512, backward=True),
+  Read(128, selected=2, hidden=512),
+  Read(128, selected=2, hidden=512, backward=True),
 ]
 
 
@@ -136,8 +137,9 @@ def _of_all(case: Read):
 def _of_selected(case: Read):
   t, n, w, s = case.tokens, case.heads, case.width, case.states
   pieces = module_of("cache_read.config")
+  network, sizes, weights, static = _network(case)
   call = pieces.SelectedCall(
-    *(w, w, "bfloat16"), t, s, selected=case.selected, heads=n
+    *(w, w, "bfloat16"), t, s, selected=case.selected, heads=n, maps=sizes
   )
   config = pieces.selected_config(call)
   forward = module_of("cache_read.selected")
@@ -151,13 +153,18 @@ def _of_selected(case: Read):
     array(1, n, count, 128),
   )
   q = array(1, n, t, w, dtype="bfloat16")
-  arrays = q, array(1, s, n, w, w), tiles
+  if network is None:
+    reader, states = forward.matrices(w, q.dtype), array(1, s, n, w, w)
+  else:
+    networks = module_of("mlp_memory.selected").networks
+    reader, states = networks(network.forward, w, q.dtype), weights
+  arrays = q, states, static, tiles
 
   def run(*arrays):
     if case.backward:
       module = module_of("cache_read.selected_vjp")
-      return module.bwd(*arrays, config=config)
-    return forward.fwd(*arrays, config=config)
+      return module.bwd(reader, *arrays, config=config)
+    return forward.fwd(reader, *arrays, config=config)
 
   def cycles(dump, kernel):
     runs = [
@@ -189,59 +196,70 @@ def tiles_in_use(case: Read, tile: int) -> int:
   return int(np.sum(-(-count // tile)))
 
 
-def _of_networks(case: Read):
+def _network(case: Read):
+  """The network, sizes of its maps, its arrays, and those that are shared."""
   from memcache_jax.ops.mlp_memory import MLP
 
-  t, n, w, s = case.tokens, case.heads, case.width, case.states
+  if case.hidden is None:
+    return None, (), {}, {}
+  n, w, s = case.heads, case.width, case.states
   network = MLP(hidden_factor=case.hidden // w)
-  sizes = tuple(
-    (x.in_dim, x.out_dim) for x in network.affine_maps(w, w).values()
-  )
-  pieces = module_of("mlp_memory.config")
-  config = pieces.config(pieces.Call(sizes, w, w, "bfloat16", t, s))
-  weights = {
-    name: array(1, s, n, x.in_dim, x.out_dim)
-    for name, x in network.affine_maps(w, w).items()
-  }
-  static = {name: array(n, 1, w) for name in ("ln_gain", "ln_bias")}
-  q, gates = array(1, n, t, w, dtype="bfloat16"), array(1, n, s, t)
+  maps = network.affine_maps(w, w).items()
+  sizes = tuple((x.in_dim, x.out_dim) for _, x in maps)
+  weights = {name: array(1, s, n, x.in_dim, x.out_dim) for name, x in maps}
+  static = {name: array(1, n, 1, w) for name in ("ln_gain", "ln_bias")}
+  return network, sizes, weights, static
 
-  def run(q, weights, static, gates):
-    return module_of("mlp_memory.mosaic_tpu").fwd(
-      *(network.forward, q, weights, {}, static, gates),
-      width=w,
-      config=config,
-    )
+
+def _of_networks(case: Read):
+  t, n, w, s = case.tokens, case.heads, case.width, case.states
+  network, sizes, weights, static = _network(case)
+  pieces = module_of("mlp_memory.config")
+  call = pieces.Call(sizes, w, w, "bfloat16", t, s)
+  q = array(1, n, t, w, dtype="bfloat16")
+  if case.backward:
+    config = pieces.gradient_config(call)
+    rows, run = config.tokens, module_of("mlp_memory.mosaic_tpu_vjp").bwd
+    arrays = (q, weights, static, array(1, n, s, 1, t), q)
+  else:
+    config = pieces.config(call)
+    forward = module_of("mlp_memory.mosaic_tpu").fwd
+    rows, run = config.rows, functools.partial(forward, width=w)
+    arrays = (q, weights, static, array(1, n, s, t))
 
   def cycles(dump, kernel):
     depths, _ = count_bundles(dump, kernel)
-    steps = n * (t // config.rows) * s
-    loop = depths[2] * steps * (config.rows // config.chunk)
+    steps = n * (t // rows) * s
+    loop = depths[2] * steps * (rows // config.chunk)
     return depths[0] + depths[1] * steps + loop
 
-  return run, (q, weights, static, gates), cycles
+  run = functools.partial(run, network.forward, config=config)
+  return run, arrays, cycles
 
 
 def _xla(case: Read):
-  """The XLA form of a forward call that reads all, and its arguments."""
+  """The XLA form of a call that reads all, and its arguments."""
+  import jax
+
   from memcache_jax.ops import cache_read
-  from memcache_jax.ops.mlp_memory import MLP, read_networks
+  from memcache_jax.ops.mlp_memory import read_networks
 
   t, n, w, s = case.tokens, case.heads, case.width, case.states
   q, states = array(1, t, n, w, dtype="bfloat16"), array(1, s, n, w, w)
   gates = array(1, t, n, s)
   if case.hidden is None:
     run = functools.partial(cache_read, implementation="xla")
-    return run, (q, states, gates)
-  run = functools.partial(
-    read_networks,
-    MLP(hidden_factor=case.hidden // w),
-    implementation="xla",
-  )
-  names = {"w_in": (w, case.hidden), "w_out": (case.hidden, w)}
-  memories = {name: array(1, s, n, *x) for name, x in names.items()}
-  static = {name: array(n, w) for name in ("ln_gain", "ln_bias")}
-  return run, (static, memories, q, gates)
+    arrays = (q, states, gates)
+  else:
+    network, _, memories, static = _network(case)
+    static = {name: array(n, w) for name in static}
+    run = functools.partial(read_networks, network, implementation="xla")
+    arrays = (static, memories, q, gates)
+  if not case.backward:
+    return run, arrays
+  # Of the forward pass only what gradients need is left.
+  pull = lambda d_y, *arrays: jax.vjp(run, *arrays)[1](d_y)
+  return pull, (array(1, t, n, w), *arrays)
 
 
 @functools.cache
@@ -267,11 +285,11 @@ def measure(case: Read, dump: Path) -> dict:
     "XLA cycles": "",
     "all / selected": "",
   }
-  if not (case.backward or case.selected):
+  if case.selected is None:
     form, arrays = _xla(case)
     text = jax.jit(form).lower(*arrays).compile().as_text()
     row["XLA cycles"] = round(xla_cycles(text))
   if case.selected is not None:
-    all_of = Read(case.width, backward=case.backward)
+    all_of = replace(case, selected=None)
     row["all / selected"] = f"{measure(all_of, dump)['cycles'] / cycles:.1f}x"
   return row

@@ -3,12 +3,17 @@
 python -m examples.lm.aot_report --config=configs/lm/titans_grm_760m.py \
   --topology=v5e:16x16
 
-It needs the package libtpu and no TPU. Compiling takes minutes.
+It needs the package libtpu and no TPU. Compiling takes minutes. With
+--out=configs/aot.jsonl the report is kept; `examples.lm.aot_table` makes the
+table in configs/README.md of all that were.
 """
 
+import json
 import os
+import pathlib
 import sys
 import time
+from typing import Any
 
 import jax
 from absl import app, flags
@@ -75,67 +80,97 @@ def _size(shape: tuple[int, ...]) -> int:
   return size
 
 
-def rows(settings: Settings, topology: str) -> dict[str, str]:
-  """The lines of the report."""
+def measure(settings: Settings, topology: str) -> dict[str, Any]:
+  """What one step takes, of each chip; sizes in bytes."""
   start = time.perf_counter()
   compiled, layout, chips = compile_step(settings, topology)
   seconds = time.perf_counter() - start
   state = sharding.abstract_state(settings)
-  params = bytes_per_chip(state.params, layout.state.params)
-  moments = bytes_per_chip(state.opt_state, layout.state.opt_state)
   memory = compiled.memory_analysis()
-  total = (
-    memory.argument_size_in_bytes
-    + memory.output_size_in_bytes
-    - memory.alias_size_in_bytes
-    + memory.temp_size_in_bytes
-  )
-  gib, teraflops, clock = _CHIPS[topology.split(":")[0]]
+  hbm, teraflops, clock = _CHIPS[topology.split(":")[0]]
   costs = hlo_costs.costs(compiled.as_text())
   step_time = costs.cycles / clock * 1e-6
   tokens = settings.batch_size * settings.length
   weights = sum(x.size for x in jax.tree.leaves(state.params))
   flops = 6 * weights * tokens
-  lines = {
-    "mesh": ", ".join(f"{a} {n}" for a, n in layout.mesh.shape.items()),
-    "tokens per step": f"{tokens:,}",
-    "parameters": f"{weights:,}; {params / _GIB:.3f} GiB a chip",
-    "moments": f"{moments / _GIB:.3f} GiB a chip",
-    "temporaries": f"{memory.temp_size_in_bytes / _GIB:.2f} GiB a chip",
-    "total": f"{total / _GIB:.2f} of {gib} GiB a chip",
-    "model flops per step": f"{flops:.3e} (6 x weights x tokens)",
-    "collectives": f"{costs.collective_bytes / _GIB:.2f} GiB a chip and step",
-    "compiler's cycles": f"{costs.cycles:,} a step",
-    "compile time": f"{seconds:.0f} s",
+  peak = chips * teraflops * 1e12 * step_time
+  return {
+    "topology": topology,
+    "chips": chips,
+    "mesh": {axis: n for axis, n in layout.mesh.shape.items() if n > 1},
+    "tokens": tokens,
+    "weights": weights,
+    "parameters": bytes_per_chip(state.params, layout.state.params),
+    "moments": bytes_per_chip(state.opt_state, layout.state.opt_state),
+    "temporaries": memory.temp_size_in_bytes,
+    "total": memory.argument_size_in_bytes
+    + memory.output_size_in_bytes
+    - memory.alias_size_in_bytes
+    + memory.temp_size_in_bytes,
+    "hbm": hbm * _GIB,
+    "model_flops": flops,
+    "interconnect": costs.collective_bytes,
+    "kernels": costs.kernels,
+    "cycles": costs.cycles,
+    "step_seconds": step_time,
+    "mfu": flops / peak if peak else None,
+    "compile_seconds": round(seconds),
+    "jax": jax.__version__,
   }
-  if costs.cycles:
-    used = flops / (chips * teraflops * 1e12 * step_time)
-    lines["estimated step"] = f"{step_time:.3f} s, waits left out"
-    lines["model-flops utilisation"] = f"{used:.1%}, waits left out"
-  return lines
+
+
+def lines(record: dict[str, Any]) -> dict[str, str]:
+  """What is printed of a record."""
+  gib = lambda name: f"{record[name] / _GIB:.2f} GiB"
+  found = {
+    "mesh": ", ".join(f"{axis} {n}" for axis, n in record["mesh"].items()),
+    "tokens per step": f"{record['tokens']:,}",
+    "weights": f"{record['weights']:,}",
+    "parameters": f"{gib('parameters')} a chip",
+    "optimiser": f"{gib('moments')} a chip",
+    "temporaries": f"{gib('temporaries')} a chip",
+    "total": f"{gib('total')} of {gib('hbm')} a chip",
+    "model flops": f"{record['model_flops']:.3e} (6 x weights x tokens)",
+    "interconnect": f"{gib('interconnect')} a chip, results of collectives",
+    "compile time": f"{record['compile_seconds']} s",
+  }
+  if record["cycles"]:
+    found |= {
+      "compiler's cycles": f"{record['cycles']:,}",
+      "estimated step": f"{record['step_seconds']:.3f} s, waits left out",
+      "model-flops utilisation": f"{record['mfu']:.1%}, waits left out",
+    }
+  if record["kernels"]:
+    found["kernels"] = f"{record['kernels']:,} runs, not in the cycles"
+  return found
 
 
 def main(arguments: list[str]) -> None:
-  """Prints the report."""
+  """Prints the report, and keeps it where asked to."""
   del arguments
   jax.config.update("jax_platforms", "cpu")
   topology = flags.FLAGS.topology
   if topology.split(":")[0] not in _CHIPS:
     sys.exit(f"error: --topology must be of {', '.join(_CHIPS)}: {topology}")
   try:
-    settings = Settings.from_config(flags.FLAGS.config)
-    lines = rows(settings, topology)
+    record = measure(Settings.from_config(flags.FLAGS.config), topology)
   except InputError as error:
     sys.exit(f"error: {error}")
   table = Table(box=None, show_header=False)
-  for name, value in lines.items():
+  for name, value in lines(record).items():
     table.add_row(name, value)
   Console(highlight=False).print(table)
+  if flags.FLAGS.out:
+    path = config_flags.get_config_filename(flags.FLAGS["config"])
+    record = {"config": pathlib.Path(path).stem, **record}
+    with open(flags.FLAGS.out, "a") as file:
+      file.write(json.dumps(record) + "\n")
 
 
 if __name__ == "__main__":
   # Here, as flags are one table for all that is imported into a process.
   config_flags.DEFINE_config_file("config", None, "See main.")
   flags.DEFINE_string("topology", "v5e:16x16", "Chips and layout.")
+  flags.DEFINE_string("out", None, "JSON lines to add the report to.")
   flags.mark_flags_as_required(["config"])
   app.run(main)

@@ -35,18 +35,24 @@ class Costs:
   Attributes:
     cycles: the compiler's estimates, without waiting for data.
     collective_bytes: sizes of what collectives give.
+    kernels: runs of kernels of which the compiler has no estimate.
   """
 
   cycles: int = 0
   collective_bytes: int = 0
+  kernels: int = 0
 
   def __add__(self, other: "Costs") -> "Costs":
     return Costs(
-      self.cycles + other.cycles, self.collective_bytes + other.collective_bytes
+      self.cycles + other.cycles,
+      self.collective_bytes + other.collective_bytes,
+      self.kernels + other.kernels,
     )
 
   def __mul__(self, times: int) -> "Costs":
-    return Costs(self.cycles * times, self.collective_bytes * times)
+    return Costs(
+      self.cycles * times, self.collective_bytes * times, self.kernels * times
+    )
 
 
 def costs(text: str) -> Costs:
@@ -61,7 +67,7 @@ def costs(text: str) -> Costs:
   def of(name: str) -> Costs:
     total, channels = Costs(), _collectives(computations, name)
     for line in computations.get(name, ()):
-      total += Costs(cycles=_cycles(line))
+      total += Costs(cycles=_cycles(line), kernels=_kernels(line))
       for callee, times in _callees(computations, line):
         total += of(callee) * times
     return total + Costs(collective_bytes=sum(channels.values()))
@@ -85,6 +91,11 @@ def _computations(text: str) -> tuple[dict[str, list[str]], str]:
 def _cycles(line: str) -> int:
   found = re.search(r'"estimated_cycles":"(\d+)"', line)
   return int(found[1]) if found else 0
+
+
+def _kernels(line: str) -> int:
+  kernel = 'custom_call_target="tpu_custom_call"' in line
+  return int(kernel and not _cycles(line))
 
 
 def _callees(computations, line: str) -> list[tuple[str, int]]:

@@ -2,7 +2,10 @@
 
 Rows of a batch lie over the axes data and fsdp. Weights and the moments of the
 optimiser are spread over fsdp along the model width, and over tensor along
-heads, hidden units and vocabulary. The compiler inserts the communication.
+heads, hidden units and vocabulary. The axes of the mesh are Explicit: how every
+array lies is part of its type, so that what would have to be moved unasked is
+an error, and kernels run on the rows and heads that a device holds. The
+compiler inserts the communication.
 """
 
 import functools
@@ -25,6 +28,9 @@ from memcache_jax.layers import InitialMemory, Projection
 from memcache_jax.models import Embedding, ModelConfig
 
 AXES = ("data", "fsdp", "tensor")
+
+# Those over which the rows of a batch lie.
+ROWS = ("data", "fsdp")
 
 # Mesh axes by the library's letters for axes of weights; l is the vocabulary.
 MESH_AXIS = {"d": "fsdp", "n": "tensor", "f": "tensor", "l": "tensor"}
@@ -64,7 +70,7 @@ def make_mesh(
   return jax.make_mesh(
     tuple(shape),
     AXES,
-    axis_types=(jax.sharding.AxisType.Auto,) * len(AXES),
+    axis_types=(jax.sharding.AxisType.Explicit,) * len(AXES),
     devices=devices,
   )
 
@@ -93,9 +99,14 @@ def layout(settings: Settings, mesh: jax.sharding.Mesh) -> Layout:
   return Layout(
     mesh=mesh,
     state=jax.tree_util.tree_map_with_path(place, abstract),
-    batch=jax.NamedSharding(mesh, jax.P(training.ROWS)),
+    batch=jax.NamedSharding(mesh, jax.P(_used(mesh, ROWS))),
     everywhere=jax.NamedSharding(mesh, jax.P()),
   )
+
+
+def _used(mesh: jax.sharding.Mesh, axes: tuple[str, ...]) -> tuple[str, ...]:
+  """Those that have more than one device."""
+  return tuple(axis for axis in axes if mesh.shape[axis] > 1)
 
 
 def abstract_state(settings: Settings) -> TrainState:
@@ -166,13 +177,14 @@ def partition(
   An axis that does not divide evenly is left whole. A large array of which
   nothing lies over fsdp is spread along its longest axis that divides.
   """
-  stacked = len(shape) - len(letters)
+  stacked, used = len(shape) - len(letters), _used(mesh, AXES)
   spec: list[Any] = [None] * len(shape)
   for i, letter in enumerate(letters, start=stacked):
     axis = MESH_AXIS.get(letter)
-    if axis and axis not in spec and shape[i] % mesh.shape[axis] == 0:
+    if axis in used and axis not in spec and shape[i] % mesh.shape[axis] == 0:
       spec[i] = axis
-  if letters and "fsdp" not in spec and math.prod(shape) >= SMALL:
+  missing = letters and "fsdp" in used and "fsdp" not in spec
+  if missing and math.prod(shape) >= SMALL:
     free = [
       i
       for i in range(stacked, len(shape))

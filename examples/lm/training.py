@@ -1,7 +1,7 @@
 """One step, and one measurement, as functions that jax compiles."""
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import cast
 
 import jax
@@ -17,9 +17,6 @@ from examples.lm.packing import Batch
 from examples.lm.settings import Settings
 from examples.train_state import TrainState, adamw, schedule
 from memcache_jax.models import next_token_loss
-
-# Axes of the mesh over which the rows of a batch lie.
-ROWS = ("data", "fsdp")
 
 
 @jax.tree_util.register_dataclass
@@ -74,8 +71,6 @@ def summed_loss(
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
   """Nats of all tokens that count, and their number."""
   config = model_config(settings.model)
-  if not jax.sharding.get_abstract_mesh().empty:
-    config = replace(config, activations=jax.P(ROWS))
   model = functional.with_params(config, params)
   data = settings.data
   # Without the mask: what lies behind a document is read by nothing that
@@ -118,9 +113,7 @@ def gradient(
       return jax.tree.map(jnp.add, total, grad(params, batch)), None
 
     first = jax.tree.map(lambda x: x[0], batches)
-    zeros = jax.tree.map(
-      lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(grad, params, first)
-    )
+    zeros = jax.tree.map(jnp.zeros_like, jax.eval_shape(grad, params, first))
     ((loss, count), gradient), _ = jax.lax.scan(add, zeros, batches)
   scale = 1 / jnp.maximum(count, 1)
   return loss * scale, jax.tree.map(lambda g: g * scale, gradient), count

@@ -64,6 +64,7 @@ def run(cached, params, state, tokens):
   if tokens.segment_ends is not None:
     known = state.count < cached.segments.max_flagged
     done |= (tokens.segment_ends & mask)[:, 0] & known
+  done &= ~_impossible(y)
   state = _cache(cached, params, after, done, tokens.head_shape)
   weights = jnp.concatenate([weights, own[..., None]], axis=-1)
   return y.astype(tokens.v.dtype), state, weights
@@ -90,6 +91,16 @@ def _read(cached, params, state, tokens, weights, own, selection):
   elif weights.shape[-1]:
     y += memory.read_many(params, state.memories, tokens.q, weights)
   return y, online
+
+
+def _impossible(y):
+  """False for every row, as the compiler cannot know before y is.
+
+  A donated cache is overwritten where it lies only if all reads of it are known
+  to come first; else XLA copies the whole cache. `optimization_barrier`
+  does not tell it: barriers are gone when it looks for copies.
+  """
+  return jnp.max(y, axis=(1, 2, 3)) < jnp.min(y, axis=(1, 2, 3))
 
 
 def memory_tokens(memory, tokens, mask):

@@ -6,8 +6,6 @@ one read of many queries, whatever the memory is; then pairs go back to their
 tokens.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 
@@ -40,21 +38,20 @@ def read_selected(
     index: which of them each token reads, without repetition; -1 for none.
     weights: the gate of each.
   """
-  in_tiles = functools.partial(_read, memory)
-  return memory.read_selected(params, memories, q, index, weights, in_tiles)
+  return memory.read_selected(params, memories, q, index, weights, _read)
 
 
-def _read(memory, params, q, memories, index, weights):
-  """`read_selected` of any memory, with gathers."""
+def _read(read, params, q, memories, index, weights):
+  """`read_selected` by `read` of any memory, with gathers."""
   b, t, n, r = index.shape
   slots = jax.tree.leaves(memories)[0].shape[1]
   tile = _tile_size(t * r, slots)
   if tile == 1:
-    reads = _read_pairs(memory, params, memories, q, index)
+    reads = _read_pairs(read, params, memories, q, index)
   else:
     plan = make_plan(index, slots, tile)
     queries = _to_places(_heads_first(q), plan)
-    reads = _read_tiles(memory, params, memories, queries, plan.memory)
+    reads = _read_tiles(read, params, memories, queries, plan.memory)
     reads = _to_pairs(reads, plan).reshape(b, n, t, r, -1)
     reads = jnp.transpose(reads, (0, 2, 1, 3, 4))
   # Selected before the product: what was not chosen may be nan.
@@ -72,38 +69,39 @@ def _tile_size(pairs: int, slots: int) -> int:
   return size
 
 
-def _read_pairs(memory, params, memories, q, index):
+def _read_pairs(read, params, memories, q, index):
   """Every pair with a memory of its own: few tokens, as in decoding."""
   b, t, n, r = index.shape
   pairs = jnp.transpose(index, (0, 1, 3, 2)).reshape(b, t * r, n)
   chosen = _take_memories(memories, pairs)
   q = jnp.broadcast_to(q[:, :, None], (b, t, r, n, q.shape[-1]))
-  y = memory.read(params, chosen, q.reshape(b * t * r, 1, n, -1))
+  y = read(params, chosen, q.reshape(b * t * r, 1, n, -1))
   y = y.astype(jnp.float32).reshape(b, t, r, n, -1)
   return jnp.swapaxes(y, 2, 3)
 
 
-def _read_tiles(memory, params, memories, queries, index):
+def _read_tiles(read, params, memories, queries, index):
   """[b p n c k] -> [b p n c v]; computed anew in the backward pass."""
   b, p, n, c, k = queries.shape
 
   @jax.checkpoint
-  def read(params, memories, queries):
+  def read_all(params, memories, queries):
     chosen = _take_memories(memories, index)
     queries = jnp.swapaxes(queries, 2, 3).reshape(b * p, c, n, k)
-    return memory.read(params, chosen, queries)
+    return read(params, chosen, queries)
 
-  y = read(params, memories, queries).astype(jnp.float32)
+  y = read_all(params, memories, queries).astype(jnp.float32)
   return jnp.swapaxes(y.reshape(b, p, c, n, -1), 2, 3)
 
 
 def _take_memories(memories, index):
   """Leaves [b s n ...], index [b p n] -> [(b p) n ...]: one per head."""
   b, p, n = index.shape
-  take = jax.vmap(lambda x, i: x[i], in_axes=(1, 1), out_axes=1)
 
+  # Not a mapped x[i], which would lay all memories out anew, heads first.
   def one(x):
-    x = jax.vmap(take)(x, jnp.clip(index, 0, x.shape[1] - 1))
+    where = index.reshape(b, p, n, *(1,) * (x.ndim - 3))
+    x = jnp.take_along_axis(x, where, axis=1, mode="clip")
     return x.reshape(b * p, *x.shape[2:])
 
   return jax.tree.map(one, memories)

@@ -1,24 +1,22 @@
 """A model and its tokenizer, as the harness wants them."""
 
+import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 
 from memcache_jax.decoding import stream
+from memcache_jax.evaluation import _generation
 from memcache_jax.evaluation._reader import Reader
 from memcache_jax.models import LanguageModel
 from memcache_jax.ops import _checks
 from memcache_jax.tasks import Tokenizer
 
-# Options of `generate_until` that this model understands.
-_OPTIONS = {
-  *("until", "max_gen_toks"),
-  *("do_sample", "temperature", "top_k", "top_p"),
-}
+_LOG = logging.getLogger(__name__)
 
 
 class HarnessModel(TemplateLM):
@@ -27,7 +25,8 @@ class HarnessModel(TemplateLM):
   Texts are read through the model's state, piece by piece: whatever their
   length, nothing is cut off on the left, and the perplexity of a document is
   that of one pass over all of it, with no windows. A context that several
-  continuations share, as in multiple choice, is read once.
+  continuations share, as in multiple choice, is read once. LongBench alone cuts
+  prompts by its definition, which is `longest_prompt`.
 
   Args:
     model: the model.
@@ -39,6 +38,12 @@ class HarnessModel(TemplateLM):
     batch_size: texts that are read together.
     piece: tokens that are read at a time; changes no result.
     max_new_tokens: tokens to generate at most, where a task does not say.
+    longest_prompt: tokens that `generate_until` reads of a prompt; a longer one
+      loses its middle, as in LongBench (arXiv 2308.14508), with a warning and a
+      count. None reads everything.
+
+  Attributes:
+    cuts: how many tokens each prompt lost that was cut, by task.
 
   Raises:
     ValueError: for arguments that do not fit the model.
@@ -67,6 +72,7 @@ class HarnessModel(TemplateLM):
     batch_size: int = 8,
     piece: int = 256,
     max_new_tokens: int = 256,
+    longest_prompt: int | None = None,
   ):
     super().__init__()
     if not isinstance(model, LanguageModel):
@@ -88,11 +94,17 @@ class HarnessModel(TemplateLM):
         f"`prefix_token` must be an id below {vocab_size}: "
         f"got {prefix_token!r}."
       )
+    if longest_prompt is not None:
+      _checks.check_positive(longest_prompt=longest_prompt)
+      if longest_prompt < 2:
+        raise ValueError("`longest_prompt` must be at least 2 or None: got 1.")
     self.model = model
     self.tokens_of = tokenizer
     self.batch_size = batch_size
     self.piece = piece
     self.max_new_tokens = max_new_tokens
+    self.longest_prompt = longest_prompt
+    self.cuts: dict[str | None, list[int]] = {}
     self._prefix = prefix_token
     self._stop_tokens = (prefix_token, *stop_tokens)
 
@@ -132,8 +144,10 @@ class HarnessModel(TemplateLM):
     """Continues texts up to a stop string, which is left out."""
     del disable_tqdm
     given = [_arguments(request) for request in requests]
-    contexts = [self._context(text) for text, _ in given]
-    options = [_options(asked, self.max_new_tokens) for _, asked in given]
+    contexts = self._contexts(requests)
+    options = [
+      _generation.options(asked, self.max_new_tokens) for _, asked in given
+    ]
     found: dict[int, str] = {}
     # Batches share their options, and are of similar length.
     order = sorted(
@@ -147,8 +161,23 @@ class HarnessModel(TemplateLM):
       self.cache_hook.add_partial("generate_until", request.args, text)
     return texts
 
-  def _context(self, text: str) -> list[int]:
-    return self.tok_encode(text) or [self._prefix]
+  def _contexts(self, requests: Sequence[Instance]) -> list[list[int]]:
+    """Ids of the prompts, cut if that was asked for."""
+    contexts, cut = [], []
+    for request in requests:
+      text, _ = _arguments(request)
+      whole = self.tok_encode(text) or [self._prefix]
+      contexts.append(_generation.without_middle(whole, self.longest_prompt))
+      if lost := len(whole) - len(contexts[-1]):
+        self.cuts.setdefault(request.task_name, []).append(lost)
+        cut.append(lost)
+    if cut:
+      _LOG.warning(
+        "%d of %d prompts are longer than %d tokens and lose %d from the "
+        "middle",
+        *(len(cut), len(requests), self.longest_prompt, sum(cut)),
+      )
+    return contexts
 
   def _generate(self, prompts, options) -> list[str]:
     steps = stream(
@@ -170,7 +199,7 @@ class HarnessModel(TemplateLM):
           continue
         written[i].append(token)
         text = self.tokens_of.decode(written[i])
-        texts[i], done[i] = _cut(text, options.until)
+        texts[i], done[i] = _generation.before_stop(text, options.until)
       if all(done):
         break
     return texts
@@ -232,46 +261,6 @@ def _check_number(score: float, pair: tuple[list[int], list[int]]) -> None:
 
 def _arguments(request: Instance) -> tuple[Any, ...]:
   return request.args  # which the harness declares as the empty tuple
-
-
-class _Options(NamedTuple):
-  until: tuple[str, ...]
-  max_new_tokens: int
-  temperature: float
-  top_k: int | None
-  top_p: float | None
-
-
-def _options(given: Mapping[str, Any], max_new_tokens: int) -> _Options:
-  """What a task asks for.
-
-  Raises:
-    ValueError: for an option that would be ignored.
-  """
-  if unknown := set(given) - _OPTIONS:
-    raise ValueError(
-      f"`gen_kwargs` may have {sorted(_OPTIONS)}: got {sorted(unknown)}."
-    )
-  # None is as good as not given.
-  given = {name: x for name, x in given.items() if x is not None}
-  until = given.get("until", ())
-  until = (until,) if isinstance(until, str) else tuple(until)
-  temperature = float(given.get("temperature", 1.0))
-  if not given.get("do_sample", "temperature" in given):
-    temperature = 0.0
-  return _Options(
-    tuple(stop for stop in until if stop),
-    given.get("max_gen_toks", max_new_tokens),
-    temperature,
-    given.get("top_k") or None,  # 0: all
-    given.get("top_p"),
-  )
-
-
-def _cut(text: str, until: Iterable[str]) -> tuple[str, bool]:
-  """The text before the first stop string, and whether there is one."""
-  ends = [place for stop in until if (place := text.find(stop)) >= 0]
-  return (text[: min(ends)], True) if ends else (text, False)
 
 
 def _batches(items, size, kind):

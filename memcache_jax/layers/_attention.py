@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from memcache_jax import token_layout
+from memcache_jax import sharding, token_layout
 from memcache_jax.array_typing import Array, Bool, DType, Float, Int
 from memcache_jax.layers import _rope, _softmax_attention
 from memcache_jax.layers._base import (
@@ -153,18 +153,31 @@ class Attention(Mixer):
     check_inputs(x, self.dim, mask, starts)
     check_state_kind(state, AttentionState)
     front = to_front(x, mask, starts)
-    y, state = self._attend(front, state)
-    return front.back(self.out(y)), state
+    q, k, v = self.q(front.x), self.k(front.x), self.v(front.x)
+    flags, persistent = front._replace(x=None), self.persistent_keys()
+    spread = AttentionState("b m n k", "b m n k", "b")
+    # Rows and heads never mix: every device attends with those it holds.
+    y, new_state = sharding.over_batch_and_heads(
+      self._attend,
+      (q, k, v, state, flags, persistent),
+      (
+        *("b t n k",) * 3,
+        None if state is None else spread,
+        jax.tree.map(lambda x: "b t" if x.ndim == 2 else "b", flags),
+        jax.tree.map(lambda x: "m n k", persistent),
+      ),
+      ("b t n k", spread),
+    )
+    return front.back(self.out(y)), new_state
 
-  def _attend(self, front, state):
+  def _attend(self, q, k, v, state, front, persistent):
     """Attends among tokens of which the real ones come first."""
-    b, t = front.x.shape[:2]
-    v = self.v(front.x)
+    b, t = q.shape[:2]
     length = jnp.zeros((b,), jnp.int32) if state is None else state.length
     if state is not None:
       _checks.check_shapes(
         {
-          "x, projected,": (v, "b t n k"),
+          "x, projected,": (q, "b t n k"),
           "state.keys": (state.keys, "b m n k"),
         }
       )
@@ -176,8 +189,8 @@ class Attention(Mixer):
       document = jnp.cumsum(front.starts, axis=1, dtype=jnp.int32)
     if front.valid is not None:
       document = jnp.where(front.valid, document, -1)
-    queries = self.queries(front.x, position, document)
-    own = Keys(self.keys(front.x, position), v, position, document)
+    queries = self.queries(q, position, document)
+    own = Keys(self.keys(k, position), v, position, document)
 
     new_state = self._write(own, state, front.starts is not None)
     if t == 1 and state is not None:
@@ -185,12 +198,12 @@ class Attention(Mixer):
       # updates it in place. Its one document is 0, or 1 where it just began.
       stored = self._stored(new_state, document)
       y = _softmax_attention.attend_stored(
-        queries, (stored, *self.persistent_keys()), window=self.window
+        queries, (stored, *persistent), window=self.window
       )
     else:
       stored = () if state is None else (self._stored(state),)
       y = _softmax_attention.attend(
-        *(queries, own, (*stored, *self.persistent_keys())),
+        *(queries, own, (*stored, *persistent)),
         window=self.window,
         chunk_size=self.chunk_size,
       )
@@ -201,21 +214,20 @@ class Attention(Mixer):
 
   def queries(
     self,
-    x: Float[Array, "b t d"],
+    q: Float[Array, "b t n k"],
     position: Int[Array, "b t"],
     document: Int[Array, "b t"],
   ) -> Queries:
     """Queries of tokens in their documents, -1 for tokens that read nothing."""
-    q = self.q(x)
     plain = (q.astype(jnp.float32) * self.head_dim**-0.5).astype(q.dtype)
     q = _rope.rotate(plain, position, self.rope_theta)
     return Queries(q, plain, position, document)
 
   def keys(
-    self, x: Float[Array, "b t d"], position: Int[Array, "b t"]
+    self, k: Float[Array, "b t n k"], position: Int[Array, "b t"]
   ) -> Float[Array, "b t n k"]:
     """Keys of tokens at these positions."""
-    return _rope.rotate(self.k(x), position, self.rope_theta)
+    return _rope.rotate(k, position, self.rope_theta)
 
   def persistent_keys(self) -> tuple[Keys, ...]:
     """Keys and values of the persistent tokens, if there are any."""

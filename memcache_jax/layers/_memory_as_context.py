@@ -245,7 +245,8 @@ class MemoryAsContext(Mixer):
     join = lambda *xs: jnp.concatenate(xs, axis=1)
     own = jnp.where(valid, position, 2 * c)  # out of range: dropped
     place = join(own, own + c)
-    k = join(attention.keys(x, position), attention.keys(h, position))
+    k = join(attention.k(x), attention.k(h))
+    k = attention.keys(k, join(position, position))
     v = join(attention.v(x), attention.v(h))
     keys = token_layout.put_rows(state.keys, place, k)
     values = token_layout.put_rows(state.values, place, v)
@@ -253,7 +254,7 @@ class MemoryAsContext(Mixer):
     filled = places < count[:, None]
     stored = Keys(keys, values, places, jnp.where(filled, 0, -1))
     y = _softmax_attention.attend_stored(
-      attention.queries(x, position, jnp.where(valid, 0, -1)),
+      attention.queries(attention.q(x), position, jnp.where(valid, 0, -1)),
       (stored, *attention.persistent_keys()),
       chunk_size=attention.chunk_size,
     )

@@ -8,6 +8,7 @@ from flax import nnx
 
 from memcache_jax import numerics
 from memcache_jax.array_typing import Array, Bool, DType, Float, State
+from memcache_jax.layers import _local
 from memcache_jax.layers._base import (
   Front,
   Mixer,
@@ -159,8 +160,11 @@ class MemoryMixer(Mixer):
     check_state_kind(state, MixerState)
     front = to_front(x, mask, starts, segment_ends)
     tokens, tails = self._tokens(front, state, max_unaligned_starts)
-    y, memory = self.memory.scan(
-      self._memory_params(), None if state is None else state.memory, tokens
+    y, memory = _local.scan(
+      self.memory,
+      self._memory_params(),
+      None if state is None else state.memory,
+      tokens,
     )
     y = front.back(self._output(front.x, y))
     return y, tails._replace(memory=memory)

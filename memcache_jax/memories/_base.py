@@ -1,5 +1,6 @@
 """What a memory is: the protocol, and a slow default for everything in it."""
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import ClassVar
 
@@ -21,6 +22,7 @@ from memcache_jax.memories._gate import Gate, HeadShape
 from memcache_jax.memories._scan_tokens import scan_tokens
 from memcache_jax.memories._tokens import Tokens, check_tokens
 from memcache_jax.ops import _checks
+from memcache_jax.ops.cache_read import read_one_token
 
 # All that caching knows of memories.
 __all__ = ["Gate", "HeadShape", "Memory", "Tokens", "check_tokens"]
@@ -161,16 +163,18 @@ class Memory:
     weights: Float[Array, "b t n s"],
   ) -> Float[Array, "b t n v"]:
     """Sum of the reads of stored memories [b s n ...], gated; float32."""
+    read = functools.partial(self.read, params)
+    if q.shape[1] == 1:
+      return read_one_token(read, memories, q, weights)
 
     def add(y, inputs):
       memory, weight = inputs
-      read = self.read(params, memory, q).astype(jnp.float32)
-      return y + weight[..., None] * read, None
+      return y + weight[..., None] * read(memory, q).astype(jnp.float32), None
 
     memories = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), memories)
     weights = jnp.moveaxis(weights, -1, 0)
     first = jax.tree.map(lambda x: x[0], memories)
-    out = jax.eval_shape(self.read, params, first, q)
+    out = jax.eval_shape(read, first, q)
     zero = sharding.zeros_at_tokens(q, out.shape[-1])
     return jax.lax.scan(jax.checkpoint(add), zero, (memories, weights))[0]
 
@@ -185,10 +189,10 @@ class Memory:
   ) -> Float[Array, "b t n v"]:
     """Like `read_many`, of a few memories per token, -1 for none.
 
-    `in_tiles` does it by `read`: a function of params, q, memories, index and
-    weights.
+    `in_tiles` does it by reads of one memory each: a function of `read`, or one
+    like it, params, q, memories, index and weights.
     """
-    return in_tiles(params, q, memories, index, weights)
+    return in_tiles(self.read, params, q, memories, index, weights)
 
   def scans_segments(self, tokens: Tokens, carried: int) -> bool:
     """Whether `scan_segments` takes such tokens [b g c ...], and is faster.

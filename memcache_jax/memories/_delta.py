@@ -108,7 +108,7 @@ class Delta(_DeltaMemory):
       tokens.v,
       tokens.gates["beta"],
       log_decay=tokens.gates.get("log_decay"),
-      implementation=of_op(self.implementation, "mosaic_tpu"),
+      implementation=of_op(self.implementation, "mosaic_tpu", "triton"),
       **options,
     )
 

@@ -63,7 +63,7 @@ class MatrixMemory(Memory):
     del params
     return ops.cache_read(
       *(q, memories, weights),
-      implementation=of_op(self.implementation, "mosaic_tpu"),
+      implementation=of_op(self.implementation, "mosaic_tpu", "triton"),
     )
 
   def read_selected(
@@ -79,6 +79,6 @@ class MatrixMemory(Memory):
     return selected_read(
       *(q, memories, index, weights),
       # Reading a matrix takes no parameters, and none may hide in there.
-      xla=functools.partial(in_tiles, {}),
+      xla=functools.partial(in_tiles, self.read, {}),
       implementation=of_op(self.implementation, "mosaic_tpu"),
     )

@@ -6,7 +6,7 @@ keeps of the past) and by its inner optimiser. `Miras` is that composition;
 the named models in `_deep.py` are `Miras` with other defaults.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ from memcache_jax.array_typing import (
   Array,
   Float,
   Gates,
+  Int,
   Params,
   PRNGKeyArray,
   State,
@@ -31,7 +32,7 @@ from memcache_jax.memories._miras_parts import (
   PolynomialFeatures,
   Retention,
   check_composition,
-  default_step_scale,
+  gates_of,
 )
 from memcache_jax.ops import _checks, _dispatch
 from memcache_jax.ops._dispatch import Implementation, of_op
@@ -49,6 +50,7 @@ from memcache_jax.ops.mlp_memory import (
   make_rule,
   mlp_memory,
   read_networks,
+  read_selected_networks,
 )
 
 
@@ -132,23 +134,12 @@ class Miras(Memory):
     return self.optimizer.momentum or self.optimizer.muon is not None
 
   def gates(self) -> Mapping[str, Gate]:
-    restart = self.optimizer.restart
-    if restart == "pairs":
-      return {"coef": Gate("linear", width=self.inner_batch)}
-    scale = self.step_scale
-    if scale is None:
-      scale = default_step_scale(self.architecture, self.loss, self.optimizer)
-    if restart != "rows":
-      scale = scale / (self.inner_batch * self.window)
-    width = self.window if self.window > 1 else None
-    gates = {"step": Gate("sigmoid", width=width, scale=scale)}
-    if self.retention.decay:
-      gates["log_decay"] = Gate("log_decay")
-    if self.optimizer.momentum:
-      gates["momentum"] = Gate("sigmoid")
-    for name, largest in self.loss.gates().items():
-      gates[name] = Gate("sigmoid", scale=largest)
-    return gates
+    return gates_of(
+      *(self.architecture, self.loss, self.retention, self.optimizer),
+      inner_batch=self.inner_batch,
+      window=self.window,
+      step_scale=self.step_scale,
+    )
 
   def init_params(self, key: PRNGKeyArray, shape: HeadShape) -> Params:
     n, k, v = self._network_shape(shape)
@@ -226,6 +217,22 @@ class Miras(Memory):
   ) -> Float[Array, "b t n v"]:
     return read_networks(
       *(self.architecture, params, memories, self._map(params, q), weights),
+      implementation=of_op(self.implementation, "mosaic_tpu"),
+    )
+
+  def read_selected(
+    self,
+    params: Params,
+    memories: State,
+    q: Float[Array, "b t n k"],
+    index: Int[Array, "b t n r"],
+    weights: Float[Array, "b t n r"],
+    in_tiles: Callable[..., Float[Array, "b t n v"]],
+  ) -> Float[Array, "b t n v"]:
+    return read_selected_networks(
+      *(self.architecture, params, memories, self._map(params, q)),
+      *(index, weights),
+      xla=in_tiles,
       implementation=of_op(self.implementation, "mosaic_tpu"),
     )
 

@@ -8,6 +8,7 @@ from typing import Literal
 import jax.numpy as jnp
 
 from memcache_jax.array_typing import Array, Float
+from memcache_jax.memories._base import Gate
 from memcache_jax.ops import _checks
 from memcache_jax.ops.mlp_memory import (
   Architecture,
@@ -126,6 +127,35 @@ def default_step_scale(
   scale = 0.25 if isinstance(loss, Dot) else 0.5
   scale = 1.0 if architecture.has_norm else scale
   return 0.1 * scale if optimizer.momentum else scale
+
+
+def gates_of(
+  architecture: Architecture,
+  loss: InnerLoss,
+  retention: Retention,
+  optimizer: Optimizer,
+  *,
+  inner_batch: int,
+  window: int,
+  step_scale: float | None,
+) -> dict[str, Gate]:
+  """The numbers of each token that the parts ask for."""
+  if optimizer.restart == "pairs":
+    return {"coef": Gate("linear", width=inner_batch)}
+  scale = step_scale
+  if scale is None:
+    scale = default_step_scale(architecture, loss, optimizer)
+  if optimizer.restart != "rows":
+    scale = scale / (inner_batch * window)
+  width = window if window > 1 else None
+  gates = {"step": Gate("sigmoid", width=width, scale=scale)}
+  if retention.decay:
+    gates["log_decay"] = Gate("log_decay")
+  if optimizer.momentum:
+    gates["momentum"] = Gate("sigmoid")
+  for name, largest in loss.gates().items():
+    gates[name] = Gate("sigmoid", scale=largest)
+  return gates
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,11 @@
 """Token embedding, and the same matrix as output layer."""
 
+import functools
+
 import jax.numpy as jnp
 from flax import nnx
 
-from memcache_jax import numerics
+from memcache_jax import numerics, sharding
 from memcache_jax.array_typing import Array, Bool, DType, Float, Int
 from memcache_jax.layers._params import normal
 
@@ -38,13 +40,12 @@ class Embedding(nnx.Module):
     tokens = jnp.asarray(tokens)  # NumPy's int64 as what jax makes of it
     if mask is not None:
       tokens = jnp.where(mask, tokens, 0)
-    x = jnp.take(
-      self.table[...],
+    x = sharding.by_compiler(
+      functools.partial(jnp.take, axis=0, mode="fill", fill_value=jnp.nan),
+      sharding.beside(self.table[...], tokens),
       # Beyond the last row instead of counting from the end.
       jnp.where(tokens < 0, jnp.iinfo(tokens.dtype).max, tokens),
-      axis=0,
-      mode="fill",
-      fill_value=jnp.nan,
+      spec=(*sharding.spec_of(tokens), None),
     ).astype(self.dtype)
     return x if mask is None else jnp.where(mask[..., None], x, 0)
 

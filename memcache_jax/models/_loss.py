@@ -61,9 +61,9 @@ def next_token_loss(
   log_z = jax.nn.logsumexp(logits, axis=-1)
   vocab_size = logits.shape[-1]
   wrong = (targets < 0) | (targets >= vocab_size)
-  picked = jnp.take_along_axis(
-    logits, jnp.clip(targets, 0, vocab_size - 1)[..., None], axis=-1
-  )[..., 0]
+  # Not a gather: a vocabulary that is spread over devices stays where it is.
+  chosen = jnp.arange(vocab_size)[None, None] == targets[..., None]
+  picked = jnp.sum(jnp.where(chosen, logits, 0), axis=-1)
   picked = jnp.where(wrong, jnp.nan, picked)
   loss = log_z - picked + z_loss * log_z**2
   loss = jnp.where(mask, loss, 0)

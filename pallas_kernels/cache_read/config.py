@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from ..linear_attention.config import TritonConfig
+
 _MIB = 2**20
 _LANES = 128
 _SUBLANES = 8
@@ -81,6 +83,24 @@ def supports(call: Call) -> str | None:
   return None
 
 
+def triton_config(call: Call) -> TritonConfig:
+  """The pieces on a GPU, from the sizes alone."""
+  # As many queries as registers hold: all read the same states, which would
+  # else come too slowly. Their operand must also fit into shared memory.
+  if call.dtype == "float32":
+    return TritonConfig(64, 64, 32, 64, 32, 4, 1)
+  rows = 256 if max(call.k, call.v) <= 128 else 128
+  return TritonConfig(rows, rows, 64, 128, 64, 8, 2)
+
+
+def triton_supports(call: Call) -> str | None:
+  """Why the GPU kernels cannot take a call; None if they can."""
+  for name, width in (("key", call.k), ("value", call.v)):
+    if width > 256:
+      return f"its {name} width is up to 256: got {width}"
+  return supports(call)
+
+
 @dataclass(frozen=True)
 class SelectedConfig:
   """How a call that reads a few states per token is cut up.
@@ -118,6 +138,8 @@ class SelectedCall:
     states: stored states.
     selected: of these, by each token.
     heads: of all rows together.
+    maps: sizes of the affine maps, where a state is a network; empty where it
+      is a matrix.
   """
 
   k: int
@@ -127,6 +149,7 @@ class SelectedCall:
   states: int
   selected: int
   heads: int
+  maps: tuple[tuple[int, int], ...] = ()
 
 
 def selected_config(call: SelectedCall) -> SelectedConfig:
@@ -150,7 +173,16 @@ def selected_supports(call: SelectedCall) -> str | None:
     return reason
   if not 1 <= call.selected <= 8:
     return f"each token selects 1 to 8 states: got {call.selected}"
+  for width in sum(call.maps, ()):
+    if width % 32:
+      return f"its widths are multiples of 32: got {width}"
   chosen = selected_config(call)
+  need = _vmem_of_selected(call, chosen)
+  if need > _VMEM_LIMIT:
+    return (
+      "a state must fit into fast memory: "
+      f"it takes {need // _MIB} of {_VMEM_LIMIT // _MIB} MiB"
+    )
   blocks = -(-call.tokens // chosen.tokens)
   table = blocks * call.heads * tiles(call, chosen)
   if table > _MOST_TILES:
@@ -171,9 +203,15 @@ def _vmem_of_selected(call: SelectedCall, chosen: SelectedConfig) -> int:
   count = tiles(call, chosen)
   # Queries and gradients of two buffers, and copies in float32.
   tokens = chosen.tokens * (4 * size * k + 2 * size * v + 4 * (k + v))
-  # What is read at every place; gates and their gradients; states.
-  places = count * (chosen.tile * k * 4 + 4 * _LANES * 4)
-  return tokens + places + 6 * 4 * k * v
+  # What is read at every place; gates and their gradients.
+  places = count * (chosen.tile * max(k, v) * 4 + 4 * _LANES * 4)
+  # A state and its gradient, of two buffers each, and as operands; what a tile
+  # is before and after what is between two maps, forwards and backwards.
+  up = lambda x: _round_up(x, _LANES)
+  maps = call.maps or ((k, v),)
+  state = 6 * 4 * sum(up(i) * up(o) for i, o in maps)
+  widest = up(max(max(widths) for widths in maps))
+  return tokens + places + state + 12 * 4 * chosen.tile * widest
 
 
 def _round_up(x: int, multiple: int) -> int:

@@ -4,10 +4,12 @@ A pair of a token and a state that it selected has a place in a tile, and all
 places of a tile read one state, which is fetched by a table of the tiles. The
 tokens of a block stay in fast memory: their rows are copied to their places,
 and what was read there is added up at the tokens, with nothing in between in
-main memory.
+main memory. What a state is, and how it is read, is up to the caller: a matrix,
+or a network of `mlp_memory`.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -23,6 +25,8 @@ SUBLANES = 8
 _PACKED = 16
 # Places that are filled together.
 _PLACES = 32
+
+Tree = Any
 
 
 class Tiles(NamedTuple):
@@ -46,9 +50,51 @@ class Tiles(NamedTuple):
   weights: jax.Array
 
 
+class Reader(NamedTuple):
+  """How what is stored is read, in fast memory.
+
+  Attributes:
+    name: of the kernels.
+    width: of values.
+    read: of the arrays of one state, those that all states share, and queries
+      [c k] float32: the reads [c v] float32.
+    pull: of the same, then gates and gradients of the reads. Gates come as a
+      function of the width over which they are to lie, gradients as [c v]
+      float32. Gradients of the queries [c k], the gates [c 1], the state and
+      what is shared; float32.
+  """
+
+  name: str
+  width: int
+  read: Callable[..., jax.Array]
+  pull: Callable[..., tuple[jax.Array, jax.Array, Tree, Tree]]
+
+
+def matrices(width: int, dtype: Any) -> Reader:
+  """q S of matrices of some width, with operands of a type."""
+
+  def read(state, shared, query):
+    del shared
+    return dot(query.astype(dtype), state[...].astype(dtype))
+
+  def pull(state, shared, query, gate, d_read):
+    del shared
+    d_read = d_read.astype(dtype)
+    back = dot(d_read, state[...].astype(dtype), contract=(1, 1))
+    gates = gate(back.shape[1])
+    gated = (gates * query).astype(dtype)
+    d_gate = jnp.sum(query * back, 1, keepdims=True)
+    return gates * back, d_gate, dot(gated, d_read, contract=(0, 0)), {}
+
+  name = "memcache_cache_read_selected"
+  return Reader(name, width, read, pull)
+
+
 def fwd(
+  reader: Reader,
   q: jax.Array,
-  states: jax.Array,
+  stored: Tree,
+  shared: Tree,
   tiles: Tiles,
   *,
   config: SelectedConfig,
@@ -57,10 +103,12 @@ def fwd(
   """Gated reads of all tokens.
 
   Args:
+    reader: how a state is read.
     q: queries [b n t k]; t is a multiple of
       `config.tokens_per_row` and of 16.
-    states: [b' s n k v] float32; b is a multiple of b', whose rows are those
-      of as many consecutive blocks of tokens.
+    stored: arrays [b' s n x y] float32 of the states; b is a multiple of b',
+      whose rows are those of as many consecutive blocks of tokens.
+    shared: arrays [b' n 1 x] float32 that all states share.
     tiles: see `Tiles`.
     config: the pieces.
     interpret: run without a TPU.
@@ -69,16 +117,15 @@ def fwd(
     y [b n t v] float32.
   """
   b, n, t, k = q.shape
-  v = states.shape[-1]
+  v = reader.width
   count, c = tiles.token.shape[2:]
-  specs = operand_specs(q, states, tiles)
   return pl.pallas_call(
-    functools.partial(_fwd_kernel, selected=config.selected),
-    name="memcache_cache_read_selected_fwd",
+    functools.partial(_fwd_kernel, read=reader.read, selected=config.selected),
+    name=f"{reader.name}_fwd",
     grid_spec=pltpu.PrefetchScalarGridSpec(
       num_scalar_prefetch=2,
       grid=(b, n, count),
-      in_specs=specs,
+      in_specs=operand_specs(q, stored, shared, tiles),
       out_specs=head_spec(t, v),
       scratch_shapes=[
         rows_of(t, k),
@@ -89,7 +136,7 @@ def fwd(
     out_shape=like(q, b, n, t, v),
     compiler_params=compiler_params(config),
     interpret=interpret,
-  )(*tiles, q, states)
+  )(*tiles, q, stored, shared)
 
 
 def head_spec(*shape: int, memory_space=None) -> pl.BlockSpec:
@@ -101,11 +148,11 @@ def head_spec(*shape: int, memory_space=None) -> pl.BlockSpec:
   )
 
 
-def state_spec(q: jax.Array, states: jax.Array) -> pl.BlockSpec:
-  """The state of a tile."""
-  blocks = q.shape[0] // states.shape[0]
+def stored_spec(q: jax.Array, x: Any) -> pl.BlockSpec:
+  """An array of the state of a tile."""
+  blocks = q.shape[0] // x.shape[0]
   return pl.BlockSpec(
-    (None, None, None, *states.shape[3:]),
+    (None, None, None, *x.shape[3:]),
     lambda b, n, p, state, rows: (
       *(jax.lax.div(b, blocks), state[b, n, p], n),
       *(0, 0),
@@ -113,14 +160,23 @@ def state_spec(q: jax.Array, states: jax.Array) -> pl.BlockSpec:
   )
 
 
-def operand_specs(q, states, tiles: Tiles) -> list[pl.BlockSpec]:
-  """Token, place, weights, q, states."""
+def shared_spec(q: jax.Array, x: Any) -> pl.BlockSpec:
+  blocks = q.shape[0] // x.shape[0]
+  return pl.BlockSpec(
+    (None, None, *x.shape[2:]),
+    lambda b, n, p, *_: (jax.lax.div(b, blocks), n, 0, 0),
+  )
+
+
+def operand_specs(q, stored: Tree, shared: Tree, tiles: Tiles) -> list:
+  """Token, place, weights, q, stored, shared."""
   return [
     head_spec(*tiles.token.shape[2:], memory_space=pltpu.SMEM),
     head_spec(*tiles.place.shape[2:], memory_space=pltpu.SMEM),
     head_spec(*tiles.weights.shape[2:]),
     head_spec(*q.shape[2:]),
-    state_spec(q, states),
+    jax.tree.map(functools.partial(stored_spec, q), stored),
+    jax.tree.map(functools.partial(shared_spec, q), shared),
   ]
 
 
@@ -224,8 +280,8 @@ def gates(weights, tile, c, width):
   return wide(row.T[:c], width)
 
 
-def _fwd_kernel(*refs, selected):
-  _, rows, token, place, weights, q, states, y, *refs = refs
+def _fwd_kernel(*refs, read, selected):
+  _, rows, token, place, weights, q, stored, shared, y, *refs = refs
   queries, chosen, reads = refs
   b, n, p = (pl.program_id(i) for i in range(3))
   c = chosen.shape[0]
@@ -239,8 +295,8 @@ def _fwd_kernel(*refs, selected):
   @pl.when(in_use > 0)
   def _():
     gather([(queries, chosen)], token, p, in_use)
-    read = dot(chosen[...].astype(q.dtype), states[...].astype(q.dtype))
-    put(gates(weights, p, c, read.shape[1]) * read, reads, p * c)
+    value = read(stored, shared, chosen[...])
+    put(gates(weights, p, c, value.shape[1]) * value, reads, p * c)
 
   @pl.when(p == pl.num_programs(2) - 1)
   def _():

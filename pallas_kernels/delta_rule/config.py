@@ -9,6 +9,10 @@ _MIB = 2**20
 _VMEM_LIMIT = (64 - 8) * _MIB
 
 
+# Tokens of a chunk on a GPU: a power of two.
+TRITON_CHUNK = 64
+
+
 @dataclass(frozen=True)
 class Config:
   """How a call is cut up.
@@ -47,8 +51,32 @@ def config(call: Call) -> Config:
   return Config(math.gcd(call.heads, side_by_side))
 
 
+@dataclass(frozen=True)
+class TritonConfig:
+  """How the kernels for GPUs cut up a call.
+
+  Attributes:
+    columns: of the memory, and of what is read, that a program takes.
+    warps: of a program.
+    stages: iterations of a loop whose loads are on their way.
+  """
+
+  columns: int
+  warps: int
+  stages: int
+
+
+def triton_config(call: Call) -> TritonConfig:
+  """The pieces on a GPU, from the sizes alone."""
+  if call.dtype == "float32":
+    return TritonConfig(columns=32, warps=8, stages=1)
+  if call.k > 128:
+    return TritonConfig(columns=32, warps=8, stages=2)
+  return TritonConfig(columns=64, warps=4, stages=2)
+
+
 def supports(call: Call) -> str | None:
-  """Why the TPU kernels cannot take a call; None if they can."""
+  """Why the kernels cannot take a call; None if they can."""
   if call.dtype not in ("float32", "bfloat16"):
     return f"its operands are float32 or bfloat16: got {call.dtype}"
   for name, width in (("key", call.k), ("value", call.v)):

@@ -44,6 +44,7 @@ from .tiles import (
 # many segments these are fetched together: waiting for each would take longest.
 CHAIN = 32
 TOGETHER = 4
+PREFIX = "memcache_cached_linear_attention_"
 CHAIN_PARAMS = plgpu.CompilerParams(num_warps=4, num_stages=1)
 
 
@@ -106,7 +107,7 @@ def fwd(
   """
   plan = plan_of(operands, segment_length, linked, config, interpret)
   ends = outer(
-    "write",
+    f"{PREFIX}write",
     {"left": operands.k, "right": operands.v, "scalars": operands.scalars},
     plan.segments,
     plan,
@@ -122,7 +123,7 @@ def fwd(
     functools.partial(
       _read_kernel, widths=(operands.q.shape[3], width), plan=plan
     ),
-    name="memcache_cached_linear_attention_read",
+    name=f"{PREFIX}read",
     grid=(pl.cdiv(width, columns), pl.cdiv(t, config.reads), n, b),
     in_specs=[specs_of(arrays)],
     out_specs=of_head(operands.v),
@@ -170,7 +171,7 @@ def outer(name, arrays, slots, plan: Plan, *, span, gate) -> jax.Array:
     functools.partial(
       _outer_kernel, widths=(k, v), span=span, gate=gate, plan=plan
     ),
-    name=f"memcache_cached_linear_attention_{name}",
+    name=name,
     grid=(tiles, slots, n, b),
     in_specs=[specs_of(arrays)],
     out_specs=of_head(shape),
@@ -217,7 +218,7 @@ def _chain(ends, operands: TokenOperands, plan: Plan):
   b, _, n, k, v = ends.shape
   return pl.pallas_call(
     functools.partial(_chain_kernel, plan=plan, widths=(k, v)),
-    name="memcache_cached_linear_attention_chain",
+    name=f"{PREFIX}chain",
     grid=(pl.cdiv(v, CHAIN), pl.cdiv(k, CHAIN), n, b),
     in_specs=[specs_of(arrays)],
     out_specs=of_head(ends),

@@ -37,6 +37,7 @@ from .tiles import (
 from .triton import (
   CHAIN,
   CHAIN_PARAMS,
+  PREFIX,
   Plan,
   along,
   causal,
@@ -114,7 +115,7 @@ def _of_states(operands: TokenOperands, d_y, d_ends, plan: Plan):
 
   arrays = {"left": x.q, "right": d_y, "weights": x.weights}
   d_ends = outer(
-    "read_states",
+    f"{PREFIX}read_states",
     {**arrays, "scalars": x.scalars, "first": d_ends},
     plan.segments,
     plan,
@@ -124,13 +125,13 @@ def _of_states(operands: TokenOperands, d_y, d_ends, plan: Plan):
   d_memories = d_state = None
   if carried:
     d_memories = outer(
-      *("read_memories", arrays, carried, plan),
+      *(f"{PREFIX}read_memories", arrays, carried, plan),
       span=lambda slot: (0, plan.tokens),
       gate=weight,
     )
   if x.state is not None:
     d_state = outer(
-      "read_state",
+      f"{PREFIX}read_state",
       {"left": x.q, "right": d_y, "scalars": x.scalars},
       *(1, plan),
       span=lambda slot: (0, length),
@@ -163,7 +164,7 @@ def _chain(operands: TokenOperands, ends, d_ends, d_state, plan: Plan):
   )
   d = pl.pallas_call(
     functools.partial(_chain_kernel, plan=plan, widths=(k, v)),
-    name="memcache_cached_linear_attention_chain_vjp",
+    name=f"{PREFIX}chain_vjp",
     grid=(*tiles, n, b),
     in_specs=[specs_of(arrays)],
     out_specs=specs,
@@ -231,7 +232,7 @@ def _of_reads(operands: TokenOperands, ends, d_y, plan: Plan):
     functools.partial(
       _reads_kernel, widths=(operands.v.shape[3], k), plan=plan
     ),
-    name="memcache_cached_linear_attention_read_vjp",
+    name=f"{PREFIX}read_vjp",
     grid=(parts, pl.cdiv(t, plan.config.reads), n, b),
     in_specs=[specs_of(arrays)],
     out_specs=specs,
@@ -308,7 +309,7 @@ def _of_writes(name, operands: TokenOperands, d_y, d_ends, plan: Plan):
       widths=(other.shape[3], width),
       plan=plan,
     ),
-    name=f"memcache_cached_linear_attention_write_{name}_vjp",
+    name=f"{PREFIX}write_{name}_vjp",
     grid=(parts, pl.cdiv(t, plan.config.writes), n, b),
     in_specs=[specs_of(arrays)],
     out_specs=specs,

@@ -16,6 +16,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ..linear_attention.mosaic_tpu import dot, like
 from .config import BatchesConfig
+from .network import add_bias, bias_name, product
 
 Arrays = dict[str, jax.Array]
 
@@ -207,18 +208,6 @@ class _Scalars(NamedTuple):
     return self.values[end : end + 1, place : place + 1]
 
 
-@jax.custom_vjp
-def _product(x, weight):
-  return dot(x.astype(weight.dtype), weight)
-
-
-# Derivatives are operands of the weights' dtype, too.
-_product.defvjp(
-  lambda x, weight: (dot(x.astype(weight.dtype), weight), weight),
-  lambda weight, d: (dot(d.astype(weight.dtype), weight, (1, 1)), None),
-)
-
-
 def _gradients(network, static, weights, k, v):
   """Inputs of every map, and derivatives of the loss after it."""
   zeros = {
@@ -231,8 +220,8 @@ def _gradients(network, static, weights, k, v):
 
     def affine(name, x):
       inputs[name] = x
-      out = _product(x, weights[name][...].astype(k.dtype)) + shift[name]
-      return _add_bias(out, weights, name)
+      out = product(x, weights[name][...].astype(k.dtype)) + shift[name]
+      return add_bias(out, weights, name)
 
     return network.forward(affine, static, k.astype(jnp.float32)), inputs
 
@@ -241,29 +230,20 @@ def _gradients(network, static, weights, k, v):
   return inputs, d
 
 
-def _add_bias(out, weights, name):
-  bias = _bias_name(name)
-  return out + weights[bias][...] if bias in weights else out
-
-
-def _bias_name(name):
-  return "b" + name[1:]
-
-
 def _read(scalars, base, momentum, x, d, name, z, *, dtype):
   """One map at every row's own weights; see the op's `_pieces`."""
   rows, columns = z.shape[0], x[name].shape[0]
   places, z = scalars.places, z.astype(dtype)
-  product = lambda weights: _add_bias(
+  through = lambda weights: add_bias(
     dot(z, weights[name][...].astype(dtype)), weights, name
   )
-  out = product(base)
+  out = through(base)
   if places.decay is not None:
     out *= scalars.column(places.decay, rows)
   if momentum is not None:
-    out += scalars.column(places.carry, rows) * product(momentum)
+    out += scalars.column(places.carry, rows) * through(momentum)
   scores = dot(z, x[name].astype(dtype), (1, 1))
-  if _bias_name(name) in base:  # its input is 1
+  if bias_name(name) in base:  # its input is 1
     scores += 1.0
   scores *= scalars.values[:rows, :columns]
   return out - dot(scores.astype(dtype), d[name].astype(dtype))
@@ -275,7 +255,7 @@ def _write(scalars, base, now, x, d, dtype):
   momentum: Any = now.get("momentum")
   for name, inputs in x.items():
     columns = inputs.shape[0]
-    inputs, bias = inputs.astype(dtype), _bias_name(name)
+    inputs, bias = inputs.astype(dtype), bias_name(name)
 
     def sums(place, columns=columns, inputs=inputs, name=name, bias=bias):
       steps = scalars.column(place, columns) * d[name]

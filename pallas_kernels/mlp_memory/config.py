@@ -1,5 +1,6 @@
 """Which calls the kernels take, and in what pieces."""
 
+import functools
 from dataclasses import dataclass
 
 _MIB = 2**20
@@ -25,6 +26,21 @@ class Config:
   """
 
   rows: int
+  chunk: int
+  vmem_limit_bytes: int = _VMEM_LIMIT
+
+
+@dataclass(frozen=True)
+class GradientConfig:
+  """How the gradients of a call are cut up.
+
+  Attributes:
+    tokens: that stay in fast memory together; a multiple of `chunk`.
+    chunk: of these, that go through a network together; a multiple of 128.
+    vmem_limit_bytes: fast memory that the kernel may fill.
+  """
+
+  tokens: int
   chunk: int
   vmem_limit_bytes: int = _VMEM_LIMIT
 
@@ -57,8 +73,22 @@ def config(call: Call) -> Config:
   return Config(chunks * chunk, chunk)
 
 
+def gradient_config(call: Call) -> GradientConfig:
+  """The pieces of its gradients."""
+  chunk = max(_HIDDEN // _widest(call) // _LANES, 1) * _LANES
+  spans = 1
+  while True:
+    # Of one size, so that filling up the last takes little.
+    tokens = _round_up(-(-call.tokens // spans), chunk)
+    chosen = GradientConfig(tokens, chunk)
+    fits = _vmem_of_gradients(call, chosen) <= _VMEM_LIMIT
+    if fits or tokens == chunk:
+      return chosen
+    spans += 1
+
+
 def supports(call: Call) -> str | None:
-  """Why the TPU kernel cannot take a call; None if it can."""
+  """Why the TPU kernels cannot take a call; None if they can."""
   if reason := _wrong_operands(call):
     return reason
   if call.tokens < 1 or call.networks < 1:
@@ -66,7 +96,9 @@ def supports(call: Call) -> str | None:
       "its tokens and networks are at least one: "
       f"got {call.tokens} and {call.networks}"
     )
-  return _too_large(_vmem_bytes(call, config(call)))
+  forward = _vmem_bytes(call, config(call))
+  backward = _vmem_of_gradients(call, gradient_config(call))
+  return _too_large(max(forward, backward))
 
 
 @dataclass(frozen=True)
@@ -146,7 +178,7 @@ def _widest(call: Call | BatchesCall) -> int:
 
 
 def _vmem_bytes(call: Call, chosen: Config) -> int:
-  up = lambda x: -(-x // _LANES) * _LANES
+  up = functools.partial(_round_up, multiple=_LANES)
   weights = sum(up(i) * up(o) for i, o in call.maps)
   # As they come in, of two buffers, and as operands; a chunk between two maps;
   # queries, reads and gates of two buffers.
@@ -155,11 +187,28 @@ def _vmem_bytes(call: Call, chosen: Config) -> int:
   return 4 * (3 * weights + chunk + 2 * rows)
 
 
+def _vmem_of_gradients(call: Call, chosen: GradientConfig) -> int:
+  up = functools.partial(_round_up, multiple=_LANES)
+  weights = sum(up(i) * up(o) for i, o in call.maps)
+  size = 4 if call.dtype == "float32" else 2
+  # Weights come in and their gradients go out, of two buffers each, and are
+  # operands; a chunk before and after what is between two maps, forwards and
+  # backwards; of a token its query, both gradients and the gates.
+  chunk = 12 * 4 * chosen.chunk * up(_widest(call))
+  token = 4 * size * up(call.k) + 2 * size * up(call.v) + 4 * up(call.k)
+  token += 4 * 8 * 4
+  return 4 * 5 * weights + chunk + chosen.tokens * token
+
+
 def _vmem_of_batches(call: BatchesCall) -> int:
-  up = lambda x: -(-x // _LANES) * _LANES
+  up = functools.partial(_round_up, multiple=_LANES)
   weights = sum(up(i) * up(o) for i, o in call.maps)
   # What is carried along comes in and goes out, each of two buffers, as do
   # weights of new documents; operands and what is written.
   networks = 4 * call.networks + 2 * call.documents + 3
   widths = up(call.k) + up(call.v) + sum(up(i) + up(o) for i, o in call.maps)
   return 4 * (networks * weights + 4 * up(call.columns) * widths)
+
+
+def _round_up(x: int, multiple: int) -> int:
+  return -(-x // multiple) * multiple

@@ -5,26 +5,23 @@ from which nothing but the gated output comes out of fast memory.
 """
 
 import functools
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ..linear_attention.mosaic_tpu import dot, like, wide
+from ..linear_attention.mosaic_tpu import like, wide
 from .config import Config
+from .network import Arrays, Forward, read
 
 _LANES = 128
 
-Arrays = dict[str, jax.Array]
-
 
 def fwd(
-  forward: Callable[..., jax.Array],
+  forward: Forward,
   q: jax.Array,
-  weights: Arrays,
-  biases: Arrays,
+  networks: Arrays,
   static: Arrays,
   gates: jax.Array,
   *,
@@ -35,12 +32,11 @@ def fwd(
   """Gated reads of all tokens.
 
   Args:
-    forward: the network, as a function of how an affine map is computed, given
-      its name and input, of static parameters by name, and of its input.
+    forward: the network.
     q: queries [b n t k]; t is a multiple of `config.rows`.
-    weights: of each map, by its name [b s n i o] float32.
-    biases: of each map that has one [b s n 1 o] float32.
-    static: parameters that all networks share [n 1 x] float32.
+    networks: weights of each map, by its name [b s n i o] float32, and its
+      bias, if it has one [b s n 1 o] float32.
+    static: parameters that all networks share [b n 1 x] float32.
     gates: [b n s t] float32.
     width: of values.
     config: the pieces.
@@ -50,33 +46,29 @@ def fwd(
     y [b n t v] float32.
   """
   b, n, t, k = q.shape
-  networks, rows = gates.shape[2], config.rows
+  count, rows = gates.shape[2], config.rows
 
   def stored(x):
     shape = (None, None, None, *x.shape[3:])
     return pl.BlockSpec(shape, lambda b, n, t, s: (b, s, n, 0, 0))
 
   def shared(x):
-    return pl.BlockSpec((None, *x.shape[1:]), lambda b, n, t, s: (n, 0, 0))
+    shape = (None, None, *x.shape[2:])
+    return pl.BlockSpec(shape, lambda b, n, t, s: (b, n, 0, 0))
 
   def tokens(width):
     shape = (None, None, rows, width)
     return pl.BlockSpec(shape, lambda b, n, t, s: (b, n, t, 0))
 
-  arrays = (weights, biases, static)
   return pl.pallas_call(
     functools.partial(_fwd_kernel, forward, config.chunk),
     name="memcache_mlp_memory_read",
-    grid=(b, n, t // rows, networks),
+    grid=(b, n, t // rows, count),
     in_specs=[
       tokens(k),
-      pl.BlockSpec(
-        (None, None, networks, rows), lambda b, n, t, s: (b, n, 0, t)
-      ),
-      *(
-        {name: spec(x) for name, x in group.items()}
-        for group, spec in zip(arrays, (stored, stored, shared), strict=True)
-      ),
+      pl.BlockSpec((None, None, count, rows), lambda b, n, t, s: (b, n, 0, t)),
+      jax.tree.map(stored, networks),
+      jax.tree.map(shared, static),
     ],
     out_specs=tokens(width),
     out_shape=like(q, b, n, t, width),
@@ -85,28 +77,28 @@ def fwd(
       vmem_limit_bytes=config.vmem_limit_bytes,
     ),
     interpret=interpret,
-  )(q, gates, *arrays)
+  )(q, gates, networks, static)
 
 
-def _fwd_kernel(forward, chunk, q, gates, weights, biases, static, y):
-  network = pl.program_id(3)
-  static = {name: x[...] for name, x in static.items()}
-
-  def affine(name, x):
-    out = dot(x.astype(q.dtype), weights[name][...].astype(q.dtype))
-    return out + biases[name][...] if name in biases else out
+def _fwd_kernel(forward, chunk, q, gates, network, static, y):
+  place = pl.program_id(3)
 
   @pl.loop(0, q.shape[0] // chunk)
   def _(i):
     rows = pl.ds(pl.multiple_of(i * chunk, chunk), chunk)
-    read = forward(affine, static, q[rows].astype(jnp.float32))
-    gate = jnp.broadcast_to(gates[pl.ds(network, 1), rows], (_LANES, chunk))
-    read *= wide(gate.T, read.shape[1])
+    x = q[rows].astype(jnp.float32)
+    out = read(forward, q.dtype, network, static, x)
+    out *= column(gates[pl.ds(place, 1), rows], out.shape[1])
 
-    @pl.when(network == 0)
+    @pl.when(place == 0)
     def _():
-      y[rows] = read
+      y[rows] = out
 
-    @pl.when(network > 0)
+    @pl.when(place > 0)
     def _():
-      y[rows] += read
+      y[rows] += out
+
+
+def column(row, width):
+  """[1 c] -> [c width]; c is a multiple of 128."""
+  return wide(jnp.broadcast_to(row, (_LANES, row.shape[1])).T, width)

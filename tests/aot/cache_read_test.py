@@ -1,6 +1,8 @@
 """Gated reads compile for every TPU: tiles, fast memory, supported ops."""
 
+import functools
 import importlib
+import re
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +13,6 @@ from jax.sharding import SingleDeviceSharding
 from memcache_jax.ops import cache_read
 from memcache_jax.ops.mlp_memory import MLP, GatedMLP, read_networks
 
-KERNELS = "memcache_jax.pallas_kernels.cache_read"
 TOPOLOGIES = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
 
 # Tokens, states, widths, dtype.
@@ -27,13 +28,15 @@ SELECTED = {
   "long_256": (9000, 64, 2, 256, 256, jnp.bfloat16),
   "odd_96": (300, 11, 3, 96, 64, jnp.float32),
 }
-# Architecture, tokens, networks, width, dtype.
+# Architecture, tokens, networks, width, dtype; one for each chip.
 NETWORKS = {
-  "mlp_128": (MLP(), 4096, 16, 128, jnp.bfloat16),
-  "gated_96": (GatedMLP(residual=True, norm=True), 300, 3, 96, jnp.float32),
+  "v5e": (MLP(), 4096, 16, 128, jnp.bfloat16),
+  "v5p": (GatedMLP(residual=True, norm=True), 300, 3, 96, jnp.float32),
+  "v6e": (MLP(bias=True), 300, 40, 64, jnp.bfloat16),
 }
 
 
+@functools.cache
 def _array(chip):
   device = topologies.get_topology_desc(
     platform="tpu", topology_name=TOPOLOGIES[chip]
@@ -68,17 +71,30 @@ def test_reads_of_all_compile(name, chip):
 @pytest.mark.parametrize("name", SELECTED)
 def test_reads_of_selected_states_compile(name, chip):
   t, s, r, k, v, dtype = SELECTED[name]
-  array = _array(chip)
-  # The kernels alone: sorting takes most of the time to compile.
-  module = lambda name: importlib.import_module(f"{KERNELS}.{name}")
-  pieces = module("config")
-  call = pieces.SelectedCall(k, v, jnp.dtype(dtype).name, t, s, r, heads=2)
+  states = _array(chip)(1, s, 2, k, v)
+  reader = _module("cache_read.selected").matrices(v, dtype)
+  text = _selected(reader, chip, (t, s, r, k, v, dtype), states, {})
+  for kernel in ("fwd", "bwd"):
+    assert f"memcache_cache_read_selected_{kernel}" in text
+
+
+def _module(name):
+  return importlib.import_module(f"memcache_jax.pallas_kernels.{name}")
+
+
+def _selected(reader, chip, sizes, stored, shared, maps=()):
+  """The kernels alone: sorting takes most of the time to compile."""
+  t, s, r, k, v, dtype = sizes
+  pieces, module = _module("cache_read.config"), _module("cache_read.selected")
+  call = pieces.SelectedCall(
+    *(k, v, jnp.dtype(dtype).name, t, s, r), heads=2, maps=maps
+  )
   assert pieces.selected_supports(call) is None
   config = pieces.selected_config(call)
-  count = pieces.tiles(call, config)
+  count, array = pieces.tiles(call, config), _array(chip)
   blocks, t = -(-t // config.tokens), config.tokens
   integers = lambda *shape: array(blocks, 2, *shape, dtype=jnp.int32)
-  tiles = module("selected").Tiles(
+  tiles = module.Tiles(
     state=integers(count),
     rows=integers(count),
     token=integers(count, config.tile),
@@ -86,35 +102,50 @@ def test_reads_of_selected_states_compile(name, chip):
     weights=array(blocks, 2, count, 128),
   )
   q, d_y = (array(blocks, 2, t, x, dtype=dtype) for x in (k, v))
-  inputs = q, array(1, s, 2, k, v), tiles
 
   def both(*inputs, d_y):
-    y = module("selected").fwd(*inputs, config=config)
-    return y, module("selected_vjp").bwd(*inputs, d_y, config=config)
+    y = module.fwd(reader, *inputs, config=config)
+    backward = _module("cache_read.selected_vjp").bwd
+    return y, backward(reader, *inputs, d_y, config=config)
 
-  text = jax.jit(both).lower(*inputs, d_y=d_y).compile().as_text()
-  for kernel in ("fwd", "bwd"):
-    assert f"memcache_cache_read_selected_{kernel}" in text
+  lowered = jax.jit(both).lower(q, stored, shared, tiles, d_y=d_y)
+  return lowered.compile().as_text()
 
 
 @pytest.mark.aot("libtpu")
-@pytest.mark.parametrize("chip", TOPOLOGIES)
-@pytest.mark.parametrize("name", NETWORKS)
-def test_reads_of_networks_compile(name, chip):
-  architecture, t, s, width, dtype = NETWORKS[name]
-  array = _array(chip)
+@pytest.mark.parametrize("chip", NETWORKS)
+def test_reads_of_networks_compile(chip):
+  architecture, t, s, width, dtype = NETWORKS[chip]
+  array, maps = _array(chip), architecture.affine_maps(width, width)
   params = jax.eval_shape(
     lambda: architecture.init_params(jax.random.key(0), 2, width, width)
   )
   params = {name: array(*x.shape) for name, x in params.items()}
   memories = {
-    name: array(1, s, *params[name].shape)
-    for name in architecture.affine_maps(width, width)
+    name: array(1, s, *x.shape)
+    for name, x in params.items()
+    if not name.startswith("ln")
   }
 
-  def read(*inputs):
-    return read_networks(architecture, *inputs, implementation="mosaic_tpu")
+  def loss(*inputs):
+    y = read_networks(architecture, *inputs, implementation="mosaic_tpu")
+    return jnp.sum(y**2)
 
   arrays = array(1, t, 2, width, dtype=dtype), array(1, t, 2, s)
-  text = jax.jit(read).lower(params, memories, *arrays).compile().as_text()
-  assert "memcache_mlp_memory_read" in text
+  gradient = jax.jit(jax.grad(loss, argnums=(1, 2, 3)))
+  text = gradient.lower(params, memories, *arrays).compile().as_text()
+  for kernel in ("read", "read_bwd"):
+    assert re.search(rf"memcache_mlp_memory_{kernel}\b", text)
+
+  reader = _module("mlp_memory.selected").networks(
+    architecture.forward, width, dtype
+  )
+  rows = lambda x: array(*x.shape[:-1], 1, x.shape[-1])
+  text = _selected(
+    *(reader, chip, (t, s, 2, width, width, dtype)),
+    {name: x if x.ndim == 5 else rows(x) for name, x in memories.items()},
+    {name: array(1, 2, 1, width) for name in params if name not in memories},
+    tuple((x.in_dim, x.out_dim) for x in maps.values()),
+  )
+  for kernel in ("fwd", "bwd"):
+    assert f"memcache_mlp_memory_selected_{kernel}" in text

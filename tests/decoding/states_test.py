@@ -75,12 +75,16 @@ def test_a_prefix_is_read_once_for_many_requests(model, tmp_path):
   with ocp.StandardCheckpointer() as checkpointer:
     prefix = checkpointer.restore(tmp_path / "prefix", like)
   state = with_room(model, prefix, ROOM)
-  state = jax.tree.map(lambda x: jnp.repeat(x, 2, axis=0), state)
+  state = jax.tree.map(lambda *x: jnp.concatenate(x), state, state)
   logits, state = read(model, TEXT[:, 16:20], state)
   same = jnp.repeat(TEXT[:1, :16], 2, axis=0)
   _, whole = read(model, same, model.init_state(2, ROOM))
   expected, whole = read(model, TEXT[:, 16:20], whole)
   assert_close((logits, state), (expected, whole))
+  row = jax.tree.map(lambda x: x[1:], state)
+  _, row = read(model, TEXT[1:, 20:], row)
+  _, whole = read(model, TEXT[:, 20:], whole)
+  assert_close(row, jax.tree.map(lambda x: x[1:], whole))
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """Gated reads of networks as a TPU kernel, against one network at a time."""
 
 import functools
+import importlib
 
 import jax
 import jax.numpy as jnp
@@ -8,11 +9,15 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
+from memcache_jax.caching._sparse_read import read_selected
+from memcache_jax.memories import Miras
 from memcache_jax.ops.mlp_memory import MLP, GatedMLP, read_networks
 from memcache_jax.testing import assert_close
 
 # Kernels are simulated.
 pytestmark = pytest.mark.slow
+
+KERNELS = "memcache_jax.pallas_kernels.mlp_memory"
 
 CASES = {
   "mlp": (MLP(bias=True), 130, 3, 64),
@@ -44,17 +49,98 @@ def _run(architecture, inputs, implementation):
   return jax.block_until_ready(run(*inputs))
 
 
+def _simulated():
+  """A simulated TPU, whose memory holds nan until it is written."""
+  return pltpu.force_tpu_interpret_mode(
+    pltpu.InterpretParams(uninitialized_memory="nan")
+  )
+
+
 @pytest.mark.parametrize("name", CASES)
-def test_equals_one_network_at_a_time(name):
+def test_equals_one_network_at_a_time(name, monkeypatch):
+  pieces = importlib.import_module(f"{KERNELS}.config")
+  # The gradients of "mlp" in two parts.
+  config = pieces.GradientConfig(tokens=128, chunk=128)
+  monkeypatch.setattr(pieces, "gradient_config", lambda _: config)
   architecture, *sizes = CASES[name]
   inputs = _inputs(architecture, *sizes)
   expected = _run(architecture, inputs, "xla")
-  # A simulated TPU, whose memory holds nan until it is written.
-  with pltpu.force_tpu_interpret_mode(
-    pltpu.InterpretParams(uninitialized_memory="nan")
-  ):
+  with _simulated():
     got = _run(architecture, inputs, "mosaic_tpu")
   assert_close(got, expected)
+
+
+def test_tokens_whose_gradients_are_taken_together():
+  pieces = importlib.import_module(f"{KERNELS}.config")
+  maps = ((128, 512), (512, 128))
+  call = lambda tokens: pieces.Call(maps, 128, 128, "bfloat16", tokens, 64)
+  assert pieces.gradient_config(call(4096)).tokens == 4096
+  assert pieces.gradient_config(call(32768)).tokens == 16384
+
+
+SELECTED = {"mlp": (MLP(bias=True), 70, 5, 64), "gated": CASES["gated"]}
+
+
+@pytest.mark.parametrize("name", SELECTED)
+def test_reads_of_selected_networks(name):
+  architecture, *sizes = SELECTED[name]
+  params, memories, q, weights = _inputs(architecture, *sizes)
+  memories = jax.tree.map(lambda x: jnp.pad(x, _one_more(x)), memories)
+  rng = np.random.default_rng(0)
+  index = rng.random(weights.shape).argsort(-1)[..., :2]
+  index[rng.random(index.shape) < 0.2] = -1
+  index = jnp.asarray(index, jnp.int32)
+
+  def selected(params, memories, q, weights, implementation):
+    memory = Miras(architecture, implementation=implementation)
+    return read_selected(memory, params, memories, q, index, weights)
+
+  def run(read, *inputs):
+    loss = lambda *inputs: (jnp.sum(jnp.sin(y := read(*inputs))), y)
+    gradient = jax.grad(loss, argnums=(0, 1, 2, 3), has_aux=True)
+    return jax.block_until_ready(jax.jit(gradient)(*inputs))
+
+  def some(params, memories, q, weights):
+    every = jnp.arange(sizes[1] + 1).reshape(1, 1, 1, 1, -1)
+    hot = index[..., None] == every
+    weights = jnp.sum(jnp.where(hot, weights[..., :2, None], 0.0), axis=3)
+    return read_networks(
+      architecture, params, memories, q, weights, implementation="xla"
+    )
+
+  expected = run(some, params, memories, q, weights)
+  # Nobody selected the last one, which must not matter.
+  memories = jax.tree.map(lambda x: x.at[:, -1].set(jnp.nan), memories)
+  weights = weights[..., :2]
+  with _simulated():
+    run_by = functools.partial(selected, implementation="mosaic_tpu")
+    got = run(run_by, params, memories, q, weights)
+  d_weights = jnp.pad(got[0][3], [(0, 0)] * 3 + [(0, sizes[1] - 2)])
+  assert_close(((*got[0][:3], d_weights), got[1]), expected)
+
+
+def _one_more(x):
+  return [(0, 0), (0, 1), *[(0, 0)] * (x.ndim - 2)]
+
+
+def test_operands_of_bfloat16(monkeypatch):
+  # XLA has no product of bfloat16 for a CPU: here it is one of float32, which
+  # is exact for what bfloat16 can hold.
+  def float32(dot, a, b, *args):
+    return dot(a.astype(jnp.float32), b.astype(jnp.float32), *args)
+
+  network = importlib.import_module(f"{KERNELS}.network")
+  monkeypatch.setattr(network, "dot", functools.partial(float32, network.dot))
+  architecture = MLP()
+  exact = _inputs(architecture, 20, 2, 64)
+  inputs = _inputs(architecture, 20, 2, 64, jnp.bfloat16)
+  with _simulated():
+    grads, y = _run(architecture, inputs, "mosaic_tpu")
+  assert grads[2].dtype == jnp.bfloat16
+  assert y.dtype == jnp.float32
+  exact_grads, exact_y = _run(architecture, exact, "xla")
+  assert_close(y, exact_y, 1e-2)
+  assert_close(grads, exact_grads, 2e-2)
 
 
 @pytest.mark.parametrize(
@@ -70,13 +156,17 @@ def test_the_platform_decides_when_nobody_does(
   implementation, platform, width, kernels
 ):
   architecture = MLP()
-  run = functools.partial(
-    read_networks, architecture, implementation=implementation
-  )
+
+  def loss(*inputs):
+    y = read_networks(architecture, *inputs, implementation=implementation)
+    return jnp.sum(y**2)
+
   inputs = _inputs(architecture, 9, 2, width, jnp.bfloat16)
-  lowered = jax.jit(run).trace(*inputs).lower(lowering_platforms=(platform,))
-  kernel = 'kernel_name = "memcache_mlp_memory_read"'
-  assert lowered.as_text().count(kernel) == kernels
+  traced = jax.jit(jax.grad(loss, argnums=2)).trace(*inputs)
+  text = traced.lower(lowering_platforms=(platform,)).as_text()
+  for name in ("read", "read_bwd"):
+    kernel = f'kernel_name = "memcache_mlp_memory_{name}"'
+    assert text.count(kernel) == kernels
 
 
 @pytest.mark.parametrize(

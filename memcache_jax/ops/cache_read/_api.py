@@ -30,8 +30,9 @@ def cache_read(
     weights: gate of every token for every stored memory; 0 where a token may
       not read it.
     chunk_size: tokens computed in parallel; changes speed and memory only.
-    implementation: "reference", "xla", "mosaic_tpu" or None for the fastest
-      on the platform the program is compiled for.
+    implementation: "reference", "xla", "mosaic_tpu", "triton" (for GPUs;
+      compiled but not yet run on one) or None for the fastest on the platform
+      the program is compiled for.
 
   Returns:
     y in float32; it is summed with other reads before it is rounded.
@@ -61,10 +62,10 @@ def cache_read(
   _checks.check_positive(chunk_size=chunk_size)
   if implementation is None and q.shape[1] == 1:
     implementation = "xla"  # which moves nothing but the states, once
-  why_not = None
-  if implementation in (None, "mosaic_tpu"):
+  why_not = {}
+  if implementation not in ("reference", "xla"):
     why_not = _kernels.why_not(q, states)
-  choice = _dispatch.resolve(_NAME, implementation, {"mosaic_tpu": why_not})
+  choice = _dispatch.resolve(_NAME, implementation, why_not)
   if choice == "reference":
     return _reference.cache_read(q, states, weights)
   if choice == "xla":
@@ -73,8 +74,8 @@ def cache_read(
     _NAME,
     choice,
     functools.partial(_chunked.cache_read, chunk_size=chunk_size),
-    {"mosaic_tpu": _kernels.mosaic_tpu},
-    {"mosaic_tpu": _kernels.mosaic_tpu_vjp},
+    {"mosaic_tpu": _kernels.mosaic_tpu, "triton": _kernels.triton},
+    {"mosaic_tpu": _kernels.mosaic_tpu_vjp, "triton": _kernels.triton_vjp},
     (q, states, weights),
     ("b t n k", "b s n k v", "b t n s"),
     "b t n v",

@@ -4,12 +4,15 @@ All stored memories side by side are one wide matrix: a chunk of queries reads
 every memory in a single matmul, and the gates then weigh the reads.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from einops import rearrange
 
 from memcache_jax import numerics
 from memcache_jax.array_typing import Array, Float
+from memcache_jax.ops.cache_read._one_token import read_one_token
 
 
 def cache_read(
@@ -23,7 +26,8 @@ def cache_read(
   if tokens == 0 or slots == 0:
     return jnp.zeros((*q.shape[:3], states.shape[-1]), jnp.float32)
   if tokens == 1:
-    return _one_token(q, states, weights)
+    read = functools.partial(numerics.matmul, "rnkv,rtnk->rtnv", dtype=q.dtype)
+    return read_one_token(read, states, q, weights)
   size = min(chunk_size, tokens)
   wide = rearrange(states, "b s n k v -> b n k (s v)")
 
@@ -38,12 +42,6 @@ def cache_read(
 
   y = jax.lax.map(read, (_split(q, size), _split(weights, size)))
   return rearrange(y, "g b n c v -> b (g c) n v")[:, :tokens]
-
-
-def _one_token(q, states, weights):
-  """Reads without laying the states out anew, which would cost more."""
-  reads = numerics.matmul("btnk,bsnkv->btnsv", q, states, dtype=q.dtype)
-  return jnp.einsum("btns,btnsv->btnv", weights, reads)
 
 
 def _split(x, size):

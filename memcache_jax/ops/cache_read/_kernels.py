@@ -9,12 +9,16 @@ from memcache_jax.ops import _dispatch
 
 def why_not(
   q: Float[Array, "b t n k"], states: Float[Array, "b s n k v"]
-) -> str | None:
-  """Why the kernels cannot take a call; None if they can."""
+) -> dict[str, str | None]:
+  """Why kernels cannot take a call; None for those that can."""
   if (reason := _dispatch.why_not_installed()) is not None:
-    return reason
+    return dict.fromkeys(("mosaic_tpu", "triton"), reason)
   module = _dispatch.kernel_module("cache_read.config")
-  return module.supports(_call(module, q, states))
+  call = _call(module, q, states)
+  return {
+    "mosaic_tpu": module.supports(call),
+    "triton": module.triton_supports(call),
+  }
 
 
 def mosaic_tpu(
@@ -60,6 +64,42 @@ def mosaic_tpu_vjp(
     d_states.astype(states.dtype),
     d_weights.astype(weights.dtype),
   )
+
+
+def triton(
+  q: Float[Array, "b t n k"],
+  states: Float[Array, "b s n k v"],
+  weights: Float[Array, "b t n s"],
+) -> Float[Array, "b t n v"]:
+  """`cache_read`, as a kernel for GPUs."""
+  module = _dispatch.kernel_module("cache_read.triton")
+  states = states.astype(jnp.float32)
+  return module.fwd(q, states, weights, config=_triton_config(q, states))
+
+
+def triton_vjp(
+  q: Float[Array, "b t n k"],
+  states: Float[Array, "b s n k v"],
+  weights: Float[Array, "b t n s"],
+  d_y: Float[Array, "b t n v"],
+) -> tuple[
+  Float[Array, "b t n k"],
+  Float[Array, "b s n k v"],
+  Float[Array, "b t n s"],
+]:
+  """Its gradients."""
+  d_q, d_states, d_weights = _dispatch.kernel_module(
+    "cache_read.triton_vjp"
+  ).bwd(
+    *(q, states.astype(jnp.float32), weights, d_y.astype(q.dtype)),
+    config=_triton_config(q, states),
+  )
+  return d_q, d_states.astype(states.dtype), d_weights.astype(weights.dtype)
+
+
+def _triton_config(q, states):
+  module = _dispatch.kernel_module("cache_read.config")
+  return module.triton_config(_call(module, q, states))
 
 
 def _config(q, states):

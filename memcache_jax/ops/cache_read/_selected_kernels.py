@@ -1,10 +1,14 @@
-"""Between `selected_read` and its kernels: pairs in tiles."""
+"""Between reads of selected states and their kernels: pairs in tiles."""
+
+import functools
+from types import ModuleType
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from einops import rearrange
 
-from memcache_jax.array_typing import Array, Float, Int
+from memcache_jax.array_typing import Array, Float, Int, PyTree
 from memcache_jax.ops import _dispatch
 from memcache_jax.ops.cache_read._plan import make_plan
 
@@ -20,7 +24,9 @@ def why_not(
   if (reason := _dispatch.why_not_installed()) is not None:
     return reason
   module = _dispatch.kernel_module("cache_read.config")
-  return module.selected_supports(_call(module, q, states, index))
+  return module.selected_supports(
+    call(q, index, states.shape[1], states.shape[4])
+  )
 
 
 def mosaic_tpu(
@@ -30,11 +36,8 @@ def mosaic_tpu(
   weights: Float[Array, "b t n r"],
 ) -> Float[Array, "b t n v"]:
   """`selected_read`, as a kernel for TPUs."""
-  config = _config(q, states, index)
-  module = _dispatch.kernel_module("cache_read.selected")
-  tiles, _ = _tiles(module, config, index, weights, states.shape[1])
-  y = module.fwd(_blocks(q, config.tokens), states, tiles, config=config)
-  return _tokens(y, q)
+  sizes = call(q, index, states.shape[1], states.shape[4])
+  return forward(_reader(states, q), sizes, q, states, {}, index, weights)
 
 
 def mosaic_tpu_vjp(
@@ -49,43 +52,102 @@ def mosaic_tpu_vjp(
   Float[Array, "b t n r"],
 ]:
   """Its gradients."""
-  config = _config(q, states, index)
+  sizes = call(q, index, states.shape[1], states.shape[4])
+  d_q, d_states, _, d_weights = gradients(
+    _reader(states, q), sizes, q, states, {}, index, weights, d_y
+  )
+  return d_q, d_states, d_weights
+
+
+def _reader(states, q):
   module = _dispatch.kernel_module("cache_read.selected")
-  tiles, place = _tiles(module, config, index, weights, states.shape[1])
-  d_q, d_states, d_places = _dispatch.kernel_module(
+  return module.matrices(states.shape[-1], q.dtype)
+
+
+def call(
+  q: Float[Array, "b t n k"],
+  index: Int[Array, "b t n r"],
+  slots: int,
+  value_dim: int,
+  maps: tuple[tuple[int, int], ...] = (),
+) -> Any:
+  """The kernels' `SelectedCall`."""
+  b, t, n, k = q.shape
+  return _dispatch.kernel_module("cache_read.config").SelectedCall(
+    *(k, value_dim, q.dtype.name),
+    tokens=t,
+    states=slots,
+    selected=index.shape[3],
+    heads=b * n,
+    maps=maps,
+  )
+
+
+def forward(
+  reader: Any,
+  sizes: Any,
+  q: Float[Array, "b t n k"],
+  stored: PyTree,
+  shared: PyTree,
+  index: Int[Array, "b t n r"],
+  weights: Float[Array, "b t n r"],
+) -> Float[Array, "b t n v"]:
+  """Gated reads of what tokens selected.
+
+  Args:
+    reader: the kernels' `Reader`.
+    sizes: their `SelectedCall`.
+    q: queries.
+    stored: arrays of the states [b s n x y].
+    shared: arrays that all states share [b n 1 x].
+    index: states that tokens selected; -1 for none.
+    weights: the gate of each.
+  """
+  module, config = _kernels(sizes)
+  tiles, _ = _tiles(module, config, index, weights, sizes.states)
+  blocks = _blocks(q, config.tokens)
+  y = module.fwd(reader, blocks, stored, shared, tiles, config=config)
+  return _tokens(y, q)
+
+
+def gradients(
+  reader: Any,
+  sizes: Any,
+  q: Float[Array, "b t n k"],
+  stored: PyTree,
+  shared: PyTree,
+  index: Int[Array, "b t n r"],
+  weights: Float[Array, "b t n r"],
+  d_y: Float[Array, "b t n v"],
+) -> tuple[Float[Array, "b t n k"], PyTree, PyTree, Float[Array, "b t n r"]]:
+  """Those of `forward`, of q, stored, shared and weights."""
+  module, config = _kernels(sizes)
+  tiles, place = _tiles(module, config, index, weights, sizes.states)
+  d_q, *d_states, d_places = _dispatch.kernel_module(
     "cache_read.selected_vjp"
   ).bwd(
-    _blocks(q, config.tokens),
-    states,
-    tiles,
+    *(reader, _blocks(q, config.tokens), stored, shared, tiles),
     _blocks(d_y.astype(q.dtype), config.tokens),
     config=config,
   )
-  d_states = rearrange(d_states, "(b g) ... -> b g ...", b=q.shape[0])
-  d_places = d_places[..., : config.tile]
-  d_weights = _numbers(rearrange(d_places, "b n p c -> b n (p c)"), place)
+  # Sums over blocks of tokens.
+  d_stored, d_shared = jax.tree.map(
+    lambda x: jnp.sum(x.reshape(q.shape[0], -1, *x.shape[1:]), axis=1), d_states
+  )
+  d_places = rearrange(d_places[..., : config.tile], "b n p c -> b n (p c)")
+  d_weights = _numbers(d_places, place)
   d_weights = rearrange(d_weights, "b n (t r) -> b n t r", r=index.shape[3])
+  d_weights = _tokens(d_weights, q).astype(weights.dtype)
+  as_given = functools.partial(jax.tree.map, lambda x, d: d.astype(x.dtype))
   return (
-    _tokens(d_q, q),
-    jnp.sum(d_states, axis=1).astype(states.dtype),
-    _tokens(d_weights, q).astype(weights.dtype),
+    *(_tokens(d_q, q), as_given(stored, d_stored)),
+    *(as_given(shared, d_shared), d_weights),
   )
 
 
-def _call(module, q, states, index):
-  b, t, n, k = q.shape
-  return module.SelectedCall(
-    *(k, states.shape[4], q.dtype.name),
-    tokens=t,
-    states=states.shape[1],
-    selected=index.shape[3],
-    heads=b * n,
-  )
-
-
-def _config(q, states, index):
-  module = _dispatch.kernel_module("cache_read.config")
-  return module.selected_config(_call(module, q, states, index))
+def _kernels(sizes) -> tuple[ModuleType, Any]:
+  config = _dispatch.kernel_module("cache_read.config").selected_config(sizes)
+  return _dispatch.kernel_module("cache_read.selected"), config
 
 
 def _tiles(module, config, index, weights, slots):

@@ -14,10 +14,11 @@ def why_not(
   q: Float[Array, "b t n k"], v: Float[Array, "b t n v"]
 ) -> dict[str, str | None]:
   """Why kernels cannot take a call; None for those that can."""
-  if (reason := _dispatch.why_not_installed()) is not None:
-    return {"mosaic_tpu": reason}
-  module = _dispatch.kernel_module("delta_rule.config")
-  return {"mosaic_tpu": module.supports(_call(module, q, v))}
+  reason = _dispatch.why_not_installed()
+  if reason is None:
+    module = _dispatch.kernel_module("delta_rule.config")
+    reason = module.supports(_call(module, q, v))
+  return dict.fromkeys(("mosaic_tpu", "triton"), reason)
 
 
 def mosaic_tpu(*inputs) -> tuple[Array, Array]:
@@ -41,6 +42,27 @@ def mosaic_tpu_vjp(*args) -> tuple[Array | None, ...]:
   d_y = jnp.pad(d_y, [(0, 0), (0, 0), (0, missing), (0, 0)])
   module = _dispatch.kernel_module("delta_rule.mosaic_tpu_vjp")
   return transpose(module.bwd(operands, d_y, d_state, config=_config(q, v)))
+
+
+def triton(
+  q: Float[Array, "b t n k"],
+  k: Float[Array, "b t n k"],
+  v: Float[Array, "b t n v"],
+  beta: Float[Array, "b t n"],
+  log_decay: Float[Array, "b t n"] | None,
+  state: Float[Array, "b n k v"],
+  initial: Float[Array, "b n k v"] | None,
+  starts: Bool[Array, "b t"] | None = None,
+) -> tuple[Array, Array]:
+  """`delta_rule` as kernels for GPUs; masked tokens come in as zeros."""
+  pieces = _dispatch.kernel_module("delta_rule.config")
+  size, starting = pieces.TRITON_CHUNK, initial is not None
+  scalars = _scalars(beta, log_decay, starts, starting, size)
+  operands = _dispatch.kernel_module("delta_rule.operands").Operands(
+    *(q, k, v, scalars, state, initial)
+  )
+  module = _dispatch.kernel_module("delta_rule.triton")
+  return module.fwd(operands, config=pieces.triton_config(_call(pieces, q, v)))
 
 
 def _config(q, v):
@@ -71,6 +93,15 @@ def _operands(
   size = module.CHUNK
   pad = [(0, 0), (0, 0), (0, -q.shape[1] % size), (0, 0)]
   tokens = [jnp.pad(rearrange(x, "b t n k -> b n t k"), pad) for x in (q, k, v)]
+  scalars = _scalars(beta, log_decay, starts, initial is not None, size)
+  return module.Operands(*tokens, scalars, state, initial)
+
+
+def _scalars(beta, log_decay, starts, starting, size):
+  """The numbers of tokens in chunks [b n 8 t], of whole chunks.
+
+  `starting` says whether there is a memory that a document starts with.
+  """
   beta = _chunks.split(beta.astype(jnp.float32), size)
   decay = jnp.zeros_like(beta)
   if log_decay is not None:
@@ -78,7 +109,7 @@ def _operands(
   fresh = jnp.zeros_like(beta)
   if starts is not None:
     starts = _chunks.split_starts(starts, size)
-    if initial is not None:
+    if starting:
       fresh = _chunks.since_start(jnp.exp(decay), starts)
     # A start forgets everything, as a decay of zero does.
     decay = jnp.where(starts[:, :, None], -jnp.inf, decay)
@@ -87,5 +118,4 @@ def _operands(
   end = numerics.masked_exp(logs[..., -1:] - logs, resets == resets[..., -1:])
   last = lambda x: jnp.broadcast_to(x[..., -1:], x.shape)
   rows = (beta, logs, resets, carry, end, last(carry), fresh, last(fresh))
-  scalars = rearrange(jnp.stack(rows, 3), "b g n s c -> b n s (g c)")
-  return module.Operands(*tokens, scalars, state, initial)
+  return rearrange(jnp.stack(rows, 3), "b g n s c -> b n s (g c)")

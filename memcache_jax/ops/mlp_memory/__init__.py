@@ -17,6 +17,7 @@ from memcache_jax.ops.mlp_memory._closing import (
 )
 from memcache_jax.ops.mlp_memory._loss import L2, Dot, Huber, InnerLoss, Lp
 from memcache_jax.ops.mlp_memory._read_many import read_networks
+from memcache_jax.ops.mlp_memory._read_selected import read_selected_networks
 from memcache_jax.ops.mlp_memory._state import (
   Mix,
   MLPMemoryState,
@@ -48,4 +49,5 @@ __all__ = [
   "mlp_memory",
   "orthogonalize",
   "read_networks",
+  "read_selected_networks",
 ]

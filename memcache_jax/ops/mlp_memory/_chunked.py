@@ -23,7 +23,7 @@ from memcache_jax.ops.mlp_memory._state import MLPMemoryState, Rule
 
 # Parameters kept for a backward pass of one call, beyond which blocks are
 # grouped. Changes speed and memory only.
-_MAX_KEPT_BYTES = 2**26
+_MAX_KEPT_BYTES = 2**30
 
 
 def run_blocks(
@@ -49,7 +49,7 @@ def run_blocks(
   count = blocks.q.shape[0]
   group = _group_size(count)
   kept = count * sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(carry))
-  if kept <= _MAX_KEPT_BYTES or group == 1:
+  if group == 1 or kept <= _MAX_KEPT_BYTES:
     carry, y = scan_or_call(run, carry, blocks)
   else:
     blocks = jax.tree.map(

@@ -16,6 +16,9 @@ import jax.numpy as jnp
 
 from memcache_jax.array_typing import Array, Bool, Float, Int
 
+# Of the loop over rows, at most: on a TPU a step takes longer than a row.
+_STEPS = 16
+
 
 class End(NamedTuple):
   """What is left after all rows.
@@ -131,7 +134,9 @@ def recur(
     front(momentum, -1),
     front(valid, -1),
   )
-  end, (decay, carry, write) = jax.lax.scan(advance, first, inputs)
+  end, (decay, carry, write) = jax.lax.scan(
+    advance, first, inputs, unroll=max(1, rows.shape[-2] // _STEPS)
+  )
   back = lambda x, axis: None if x is None else jnp.moveaxis(x, 0, axis)
   return Coefficients(back(decay, -1), back(carry, -1), back(write, -2), end)
 

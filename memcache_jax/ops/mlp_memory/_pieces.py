@@ -220,7 +220,16 @@ def _product(decay, z, weight, carry, momentum, name, dtype):
 def _mix(memories, name, z, weights, dtype):
   """The gated sum of one map of the stored memories; one matmul."""
   wide = weights[..., None] * z[..., None, :]
-  out = numerics.matmul("bncsi,bnsio->bnco", wide, memories[name], dtype=dtype)
+  if z.shape[-2] == 1:
+    # In the order in which they lie in a state, which is then not copied.
+    stored = jnp.swapaxes(memories[name], 1, 2)
+    wide = jnp.swapaxes(wide[:, :, 0], 1, 2)
+    out = numerics.matmul("bsni,bsnio->bsno", wide, stored, dtype=dtype)
+    out = jnp.sum(out, axis=1)[:, :, None]
+  else:
+    out = numerics.matmul(
+      "bncsi,bnsio->bnco", wide, memories[name], dtype=dtype
+    )
   bias = memories.get(bias_name(name))
   if bias is not None:
     out = out + jnp.einsum("bncs,bnso->bnco", weights, bias)

@@ -2,6 +2,7 @@
 
 from typing import Literal, NamedTuple
 
+import jax
 import jax.numpy as jnp
 
 from memcache_jax.array_typing import Array, Float, Int, Params
@@ -154,7 +155,7 @@ def init_state(
     )
   return MLPMemoryState(
     theta=theta,
-    start=theta,
+    start=jax.tree.map(jnp.copy, theta),  # a state may be donated
     momentum=momentum,
     decay=zero + 1.0 if rule.closing.tracks_decay else None,
     tail=tail,

@@ -10,11 +10,19 @@ CASES = {
   "odd_96": Case(96, length=40, tokens=1111, carried=2),
   "exact_128": Case(128, "float32", length=16, tokens=512),
 }
+KERNELS = {
+  "cached_linear_attention": (
+    *("write", "chain", "read", "read_vjp", "write_k_vjp"),
+  ),
+  "cache_read": ("read", "read_vjp", "states_vjp"),
+  "delta_rule": ("solve", "chain", "read"),
+}
 
 
 @pytest.mark.aot("jax_cuda13_plugin")
 @pytest.mark.parametrize("name", CASES)
-def test_compiles(name):
-  text = gpu_resources.compile_for_h100(CASES[name]).as_text()
-  for kernel in ("write", "chain", "read", "read_vjp", "write_k_vjp"):
-    assert f'name = "{gpu_resources.PREFIX}{kernel}"' in text
+@pytest.mark.parametrize("op", KERNELS)
+def test_compiles(op, name):
+  text = gpu_resources.compile_for_h100(CASES[name], op).as_text()
+  for kernel in KERNELS[op]:
+    assert f'name = "memcache_{op}_{kernel}"' in text

@@ -1,0 +1,240 @@
+"""The delta rule on a GPU: the forward pass.
+
+The triangular matrices of all chunks are inverted first, each by a program of
+its own. Then programs go along the chunks, with some columns of the memory in
+registers: they write down the memory before each chunk, and what the chunk
+writes. Reads need nothing else, and have programs of their own again.
+
+Arrays are taken as the op has them, tokens before heads: nothing is copied.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from ..linear_attention.operands import like
+from ..linear_attention.tiles import (
+  Span,
+  dot,
+  load,
+  numbers_of_head,
+  of_head,
+  part,
+  store,
+  whole,
+)
+from .config import TRITON_CHUNK, TritonConfig
+from .operands import (
+  BETA,
+  CARRY,
+  END,
+  FRESH,
+  FRESH_END,
+  KEEP,
+  LOGS,
+  RESETS,
+  Operands,
+)
+
+_PREFIX = "memcache_delta_rule_"
+
+
+class Plan(NamedTuple):
+  """What a kernel knows about its call.
+
+  Attributes:
+    tokens: of the call.
+    widths: of keys and values.
+    config: the pieces.
+    interpret: run without a GPU.
+  """
+
+  tokens: int
+  widths: tuple[int, int]
+  config: TritonConfig
+  interpret: bool
+
+  @property
+  def chunks(self) -> int:
+    return pl.cdiv(self.tokens, TRITON_CHUNK)
+
+  @property
+  def columns(self) -> int:
+    return min(self.config.columns, pl.next_power_of_2(self.widths[1]))
+
+  def call(self, kernel, name, grid, arrays, outputs):
+    """Runs a kernel of dicts of references."""
+    specs = lambda arrays: {
+      name: numbers_of_head(x) if name == "scalars" else of_head(x)
+      for name, x in arrays.items()
+    }
+    return pl.pallas_call(
+      functools.partial(kernel, plan=self),
+      name=f"{_PREFIX}{name}",
+      grid=grid,
+      in_specs=[specs(arrays)],
+      out_specs=specs(outputs),
+      out_shape=outputs,
+      compiler_params=plgpu.CompilerParams(
+        num_warps=self.config.warps, num_stages=self.config.stages
+      ),
+      interpret=self.interpret,
+    )(arrays)
+
+
+def fwd(
+  operands: Operands, *, config: TritonConfig, interpret: bool = False
+) -> tuple[jax.Array, jax.Array]:
+  """Reads of all tokens, and the memory after the last one.
+
+  Args:
+    operands: see there, but with tokens before heads, of any number: scalars
+      alone fill up the last chunk, of TRITON_CHUNK tokens.
+    config: the pieces.
+    interpret: run without a GPU.
+
+  Returns:
+    y [b t n v] in the dtype of v, and the memory [b n k v] float32.
+  """
+  q, k, v, scalars = operands[:4]
+  b, t, n, _ = q.shape
+  plan = Plan(t, (k.shape[3], v.shape[3]), config, interpret)
+  memories = {"state": operands.state[:, None]}
+  if operands.initial is not None:
+    memories["initial"] = operands.initial[:, None]
+  tokens = {"k": k, "scalars": scalars}
+  of_tokens = lambda width: like(q, b, t, n, width, dtype=q.dtype)
+  of_memories = lambda count, **options: like(
+    q, b, count, n, *plan.widths, **options
+  )
+  parts = pl.cdiv(plan.widths[1], plan.columns)
+  solved = plan.call(
+    *(_solve_kernel, "solve", (plan.chunks, 1, n, b), tokens),
+    {"inverse": of_tokens(TRITON_CHUNK)},
+  )
+  kept = plan.call(
+    *(_chain_kernel, "chain", (parts, 1, n, b)),
+    {**tokens, **solved, **memories, "v": v},
+    {
+      "written": of_tokens(plan.widths[1]),
+      "before": of_memories(plan.chunks, dtype=q.dtype),
+      "end": of_memories(1),
+    },
+  )
+  end = kept.pop("end")
+  del memories["state"]
+  y = plan.call(
+    *(_read_kernel, "read", (parts, plan.chunks, n, b)),
+    {**tokens, **kept, **memories, "q": q},
+    {"y": of_tokens(plan.widths[1])},
+  )["y"]
+  return y, end[:, 0]
+
+
+def _solve_kernel(x, out, *, plan: Plan):
+  rows = _chunk(pl.program_id(0), plan)
+  inner = whole(plan.widths[0])
+  keys = load(x["k"], rows, inner)
+  row, token = _places(0), _places(1)
+  strict = dot(keys, keys, (1, 1), plan.interpret)
+  strict *= _between(x["scalars"], rows)
+  strict *= _numbers(x["scalars"], BETA, rows)[:, None]
+  strict = jnp.where(row > token, strict, 0.0)
+  # By halves: of two blocks on the diagonal that are inverted, the one below
+  # them is minus the product of their inverses and what was there. All blocks
+  # of a size at once, with zeros elsewhere.
+  apart = row ^ token  # below twice a size: in the same two blocks of that size
+  inverse = jnp.where(row == token, 1.0, 0.0)
+  size = 1
+  while size < TRITON_CHUNK:
+    below = (apart >= size) & (apart < 2 * size)
+    below = jnp.where(below, strict, 0.0)
+    if size > 1:
+      below = dot(inverse, below, (1, 0), plan.interpret)
+      below = dot(below, inverse, (1, 0), plan.interpret)
+    inverse -= below
+    size *= 2
+  store(out["inverse"], inverse, rows, Span(0, TRITON_CHUNK))
+
+
+def _chain_kernel(x, out, *, plan: Plan):
+  inner = whole(plan.widths[0])
+  columns = part(pl.program_id(0), plan.columns, plan.widths[1])
+  dtype = x["k"].dtype
+  starts = "initial" in x
+
+  def step(i, state):
+    rows = _chunk(i, plan)
+    number = functools.partial(_numbers, x["scalars"], rows=rows)
+    keys = load(x["k"], rows, inner)
+    old = number(CARRY)[:, None] * dot(
+      keys, state.astype(dtype), (1, 0), plan.interpret
+    )
+    if starts:
+      # Fetched each time: registers have no room for it.
+      fresh = load(x["initial"], 0, inner, columns).astype(dtype)
+      old += number(FRESH)[:, None] * dot(keys, fresh, (1, 0), plan.interpret)
+    wanted = load(x["v"], rows, columns).astype(jnp.float32) - old
+    wanted = (number(BETA)[:, None] * wanted).astype(dtype)
+    inverse = load(x["inverse"], rows, Span(0, TRITON_CHUNK))
+    written = dot(inverse, wanted, (1, 0), plan.interpret).astype(dtype)
+    store(out["written"], written, rows, columns)
+    store(out["before"], state, i, inner, columns)
+    left = (keys.astype(jnp.float32) * number(END)[:, None]).astype(dtype)
+    state = load(x["scalars"], KEEP, rows.start) * state
+    if starts:
+      fresh = load(x["initial"], 0, inner, columns)
+      state += load(x["scalars"], FRESH_END, rows.start) * fresh
+    return state + dot(left, written, (0, 0), plan.interpret)
+
+  state = load(x["state"], 0, inner, columns)
+  state = jax.lax.fori_loop(0, plan.chunks, step, state)
+  store(out["end"], state, 0, inner, columns)
+
+
+def _read_kernel(x, out, *, plan: Plan):
+  chunk = pl.program_id(1)
+  rows, inner = _chunk(chunk, plan), whole(plan.widths[0])
+  columns = part(pl.program_id(0), plan.columns, plan.widths[1])
+  queries = load(x["q"], rows, inner)
+  pairs = dot(queries, load(x["k"], rows, inner), (1, 1), plan.interpret)
+  pairs = (pairs * _between(x["scalars"], rows)).astype(queries.dtype)
+  written = load(x["written"], rows, columns)
+  total = dot(pairs, written, (1, 0), plan.interpret)
+  before = load(x["before"], chunk, inner, columns)
+  total += _numbers(x["scalars"], CARRY, rows)[:, None] * dot(
+    queries, before, (1, 0), plan.interpret
+  )
+  if "initial" in x:
+    fresh = load(x["initial"], 0, inner, columns).astype(queries.dtype)
+    total += _numbers(x["scalars"], FRESH, rows)[:, None] * dot(
+      queries, fresh, (1, 0), plan.interpret
+    )
+  store(out["y"], total, rows, columns)
+
+
+def _chunk(index, plan: Plan) -> Span:
+  return part(index, TRITON_CHUNK, plan.tokens)
+
+
+def _numbers(scalars, kind, rows: Span):
+  """Of a chunk; there are some of every place, tokens or not."""
+  return load(scalars, kind, rows._replace(end=None))
+
+
+def _places(axis):
+  shape = (TRITON_CHUNK, TRITON_CHUNK)
+  return jax.lax.broadcasted_iota(jnp.int32, shape, axis)
+
+
+def _between(scalars, rows: Span):
+  """Of what the token of a column wrote, what is left at that of a row."""
+  logs, resets = (_numbers(scalars, kind, rows) for kind in (LOGS, RESETS))
+  keep = (_places(0) >= _places(1)) & (resets[:, None] == resets[None])
+  # Masked before the exponential, which would overflow.
+  between = jnp.exp(jnp.where(keep, logs[:, None] - logs[None], 0.0))
+  return jnp.where(keep, between, 0.0)
