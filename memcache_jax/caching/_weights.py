@@ -58,13 +58,18 @@ class Weighed(NamedTuple):
   selection: Selection | None  # where reading only these is faster
 
 
-def weigh(cached, state, stored, segments, tokens) -> Weighed:
-  """Weights [b g c n s] of the stored memories and [b g c n] of the own."""
+def weigh(
+  cached, state, stored, segments, tokens, first: int | Int[Array, ""] = 0
+) -> Weighed:
+  """Weights [b g c n s] of the stored memories and [b g c n] of the own.
+
+  `first` is the number in the call of the first of these segments.
+  """
   aggregate = cached.aggregate
   b, g, c, n, _ = tokens.q.shape
   shape = (b, g, c, n, stored.block.shape[1])
   readable = segments.document[:, :, None] == stored.document[:, None]
-  block = jnp.arange(g)[None]
+  block = first + jnp.arange(g)[None]
   readable &= stored.block[:, None] < block[:, :, None]
   readable &= cached.readable(segments.index[:, :, None], stored.index[:, None])
   flat = jax.tree.map(lambda x: x.reshape(b, g * c, *x.shape[3:]), tokens)

@@ -152,9 +152,9 @@ class Attention(Mixer):
     front = to_front(x, mask, starts)
     (q, k, v), tails = self._project(front, state)
     flags, persistent = front._replace(x=None), self.persistent_keys()
-    spread = AttentionState("b m n k", "b m n k", "b")
+    spread = AttentionState._make(("b m n k", "b m n k", "b"))
     # Rows and heads never mix: every device attends with those it holds.
-    y, new_state = sharding.over_batch_and_heads(
+    y, new_state = sharding.over_devices(
       self._attend,
       (q, k, v, state and state._replace(tails=None), flags, persistent),
       (
