@@ -68,7 +68,7 @@ def triton_config(call: Call) -> TritonConfig:
   """The pieces on a GPU, from the sizes alone."""
   # More would spill.
   if call.dtype == "float32":
-    return TritonConfig(chunk=32, columns=32, warps=4, stages=1)
+    return TritonConfig(chunk=64, columns=32, warps=8, stages=1)
   columns = 64 if call.k <= 128 else 32
   return TritonConfig(chunk=64, columns=columns, warps=8, stages=2)
 
