@@ -187,6 +187,9 @@ class Cached(Memory):
     pool = jnp.zeros((batch, n, k), jnp.float32)
     levels = self.segments.levels(slots)
     counts_use = self.policy is not None and self.policy.counts_use
+    choice = None
+    if self.aggregate.block > 1:
+      choice = jnp.full((batch, n, self.aggregate.max_selected), -1, jnp.int32)
     return CacheState(
       online=online,
       pool=pool,
@@ -199,6 +202,7 @@ class Cached(Memory):
       count=jnp.zeros((batch,), jnp.int32),
       levels=_levels.empty(online, pool, levels, self.write_mode),
       use=jnp.zeros((batch, slots), jnp.float32) if counts_use else None,
+      chosen=choice,
     )
 
   def check_state(

@@ -8,6 +8,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from memcache_jax import token_layout
 from memcache_jax.array_typing import Array, Bool, Float, Int, State
+from memcache_jax.caching import _blocks
 from memcache_jax.caching._levels import Levels
 from memcache_jax.caching._state import CacheState, first_kept
 
@@ -32,6 +33,7 @@ class Written(NamedTuple):
   keys: Float[Array, "b g n k"]  # pooled over the tokens of that memory
   online: State  # after the last token
   levels: Levels | None
+  chosen: Int[Array, "b n r"] | None = None  # by the block of the last token
 
 
 def keep_ends(written: Written) -> Written:
@@ -78,7 +80,9 @@ def advance(cached, params, state, tokens, layout, segments, written):
     index=jnp.where(index >= 0, index, -1),
     count=count,
     levels=written.levels,
+    chosen=written.chosen,
   )
+  new_state = _blocks.carry(cached.aggregate.block, new_state)
   if layout.lost is None:
     return new_state
   return poison(new_state, layout.lost)

@@ -18,7 +18,7 @@ from memcache_jax import sharding
 from memcache_jax.caching import _layout, _next_state, _router, _segment_scan
 from memcache_jax.caching._next_state import Written
 from memcache_jax.caching._segments import Constant
-from memcache_jax.caching._weights import stored_memories, weigh
+from memcache_jax.caching._weights import last_choice, stored_memories, weigh
 from memcache_jax.memories import _spread
 from memcache_jax.memories._base import Tokens
 
@@ -81,7 +81,9 @@ def _run_own(cached, params, tokens, axis):
     return jax.tree.map(gather, tree)
 
   layout = _layout.lay_out(tokens, None, cached.segments)
-  inner = Tokens(tokens.q, tokens.k, tokens.v, dict(tokens.gates))
+  inner = Tokens(
+    tokens.q, tokens.k, tokens.v, dict(tokens.gates), seeds=tokens.seeds
+  )
   inner = layout.spread(inner)
   segments = _segment_scan.describe(cached, None, layout, inner.k)
   b, g = segments.index.shape
@@ -110,7 +112,10 @@ def _run_own(cached, params, tokens, axis):
   )
   every = everyone(every)._replace(index=index, document=document)
   stored = stored_memories(None, written, every)
-  weighed = weigh(cached, stored, segments, inner, first)
+  weighed = weigh(cached, None, stored, segments, inner, first)
+  written = written._replace(
+    chosen=last_choice(cached, layout, segments, stored, weighed.chosen)
+  )
   y = _segment_scan.read(
     cached, params, layout, inner, stored, weighed, y, start
   )

@@ -16,7 +16,7 @@ from memcache_jax.caching import (
 from memcache_jax.caching._next_state import CallSegments, Written
 from memcache_jax.caching._one_segment import memory_tokens
 from memcache_jax.caching._segments import block_level
-from memcache_jax.caching._weights import stored_memories, weigh
+from memcache_jax.caching._weights import last_choice, stored_memories, weigh
 from memcache_jax.memories._base import HeadShape, Tokens
 
 # Tokens of a call only read memories of earlier segments. The segments are cut
@@ -30,7 +30,9 @@ _SEGMENTS_PER_BAND = 4
 def run(cached, params, state, tokens):
   """Writes and reads many tokens; returns y, state and weights."""
   layout = _layout.lay_out(tokens, state, cached.segments)
-  inner = Tokens(tokens.q, tokens.k, tokens.v, dict(tokens.gates))
+  inner = Tokens(
+    tokens.q, tokens.k, tokens.v, dict(tokens.gates), seeds=tokens.seeds
+  )
   inner = layout.spread(inner)
   segments = describe(cached, state, layout, inner.k)
   carried = 0 if state is None else state.index.shape[1]
@@ -61,14 +63,16 @@ def _in_two_passes(cached, params, state, layout, tokens, segments):
   )
   written = _next_state.keep_ends(written)
   stored = stored_memories(state, written, segments)
-  weighed = weigh(cached, stored, segments, tokens)
+  weighed = weigh(cached, state, stored, segments, tokens)
+  chosen = last_choice(cached, layout, segments, stored, weighed.chosen)
+  written = written._replace(chosen=chosen)
   y = read(cached, params, layout, tokens, stored, weighed, y, start)
   return y, weighed.weights, weighed.own, written
 
 
 def read(cached, params, layout, tokens, stored, weighed, y, start):
   """Reads [b g c n v] of the stored memories and the online ones, combined."""
-  weights, own, selection = weighed
+  weights, own, _, selection = weighed
   if selection is not None:
     y = own[..., None] * y.astype(jnp.float32)
     return y + _read_selected(cached, params, stored, tokens, selection)
@@ -255,12 +259,11 @@ def _read(cached, params, memories, y, start, tokens, valid, own, weights):
 
 
 def _read_selected(cached, params, stored, tokens, selection):
-  q, index, weights = (
-    rearrange(x, "b g c ... -> b (g c) ...")
-    for x in (tokens.q, selection.index, selection.weights)
+  q, selection = jax.tree.map(
+    lambda x: rearrange(x, "b g c ... -> b (g c) ..."), (tokens.q, selection)
   )
   y = _sparse_read.read_selected(
-    cached.memory, params, stored.memories, q, index, weights
+    cached.memory, params, stored.memories, q, selection
   )
   return y.reshape(*tokens.q.shape[:3], *y.shape[2:])
 

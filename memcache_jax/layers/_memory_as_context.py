@@ -185,9 +185,9 @@ class MemoryAsContext(Mixer):
       return y, o, after._replace(query=tail)
     layout = lay_out(
       Tokens(
-        front.x,
-        front.x,
-        front.x,
+        q=front.x,
+        k=front.x,
+        v=front.x,
         mask=front.valid,
         starts=front.starts,
         max_unaligned_starts=max_unaligned_starts,
