@@ -41,12 +41,14 @@ def main(argv: list[str] | None = None) -> None:
   records = load(arguments.out)
   run(arguments, records)
   print(markdown(records))
-  if arguments.figure is not None or arguments.readme:
+  figures = [arguments.figure, FIGURE if arguments.readme else None]
+  for path in filter(None, figures):
     from examples.benchmarks import throughput_figure
 
-    throughput_figure.draw(records, arguments.figure or FIGURE)
+    throughput_figure.draw(records, path)
   if arguments.readme:
-    readme.replace("throughput", markdown(records))
+    picture = f"![Both against the length of the context.]({FIGURE.name})"
+    readme.replace("throughput", f"{markdown(records)}\n\n{picture}")
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:

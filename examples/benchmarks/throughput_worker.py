@@ -9,7 +9,9 @@ from examples.benchmarks import check, measure, models
 
 GIB = 2**30
 SIZES = models.Sizes()
-LIMITS = measure.Limits(calls=7, seconds=3.0, least=1)
+TRAINING = measure.Limits(calls=7, seconds=3.0, least=1)
+# Few enough to close no segment.
+DECODING = measure.Limits(calls=60, seconds=1.5, least=5)
 
 
 class Most(NamedTuple):
@@ -30,9 +32,16 @@ def run(
   lengths: list[int],
   most: Most,
   sizes: models.Sizes = SIZES,
-  limits: measure.Limits = LIMITS,
+  limits: measure.Limits = TRAINING,
 ) -> None:
   """Prints a record for each length and mode.
+
+  Args:
+    name: of the model.
+    lengths: tokens.
+    most: what a training step may take.
+    sizes: of the model.
+    limits: when to stop repeating a training step.
 
   Raises:
     WrongResultError: before any time is taken.
@@ -53,7 +62,7 @@ def run(
       last = record
     measure.print_record(record)
     record = {**labels, "tokens": tokens, "mode": "decode"}
-    measure.print_record(record | _decode(made, sizes, tokens, limits))
+    measure.print_record(record | _decode(made, sizes, tokens))
 
 
 def _quadratic(last: dict, tokens: int) -> float:
@@ -75,9 +84,9 @@ def _train(made, tokens, most, limits) -> dict:
   return measure.repeat(call, limits) | {"gib": needed}
 
 
-def _decode(made, sizes, tokens, limits) -> dict:
+def _decode(made, sizes, tokens) -> dict:
   # Room for a first call and for those that are timed.
-  state = models.after(made, sizes, tokens, limits.calls + 2)
+  state = models.after(made, sizes, tokens, DECODING.calls + 1)
   one = models.ids(1)
   logits, state = jax.block_until_ready(made.read(made.params, one, state))
   if not jnp.all(jnp.isfinite(logits)):
@@ -88,4 +97,4 @@ def _decode(made, sizes, tokens, limits) -> dict:
     logits, kept[0] = made.read(made.params, one, kept[0])
     jax.block_until_ready((logits, kept[0]))
 
-  return measure.repeat(call, limits)
+  return measure.repeat(call, DECODING)
