@@ -16,15 +16,14 @@ from memcache_jax.caching import (
 from memcache_jax.caching._next_state import CallSegments, Written
 from memcache_jax.caching._one_segment import memory_tokens
 from memcache_jax.caching._segments import block_level
-from memcache_jax.caching._weights import last_choice, stored_memories, weigh
+from memcache_jax.caching._weights import (
+  bands,
+  last_choice,
+  selects,
+  stored_memories,
+  weigh,
+)
 from memcache_jax.memories._base import HeadShape, Tokens
-
-# Tokens of a call only read memories of earlier segments. The segments are cut
-# into up to 4 bands, each reading no further than its own last segment: that
-# saves 3 of every 8 reads, and the program stays of one size. Every band takes
-# time to compile, which a band of fewer segments is not worth.
-_BANDS = 4
-_SEGMENTS_PER_BAND = 4
 
 
 def run(cached, params, state, tokens):
@@ -34,7 +33,7 @@ def run(cached, params, state, tokens):
     tokens.q, tokens.k, tokens.v, dict(tokens.gates), seeds=tokens.seeds
   )
   inner = layout.spread(inner)
-  segments = _describe(cached, state, layout, inner.k)
+  segments = describe(cached, state, layout, inner.k)
   carried = 0 if state is None else state.index.shape[1]
   run_segments = _in_two_passes
   if _one_pass.takes(cached, inner, carried):
@@ -62,19 +61,17 @@ def _in_two_passes(cached, params, state, layout, tokens, segments):
     cached, params, state, layout, tokens, segments, ends, online
   )
   stored = stored_memories(state, written, segments)
-  weights, own, chosen, selection = weigh(
-    cached, state, stored, segments, tokens
-  )
+  weights, own, selection = weigh(cached, state, stored, segments, tokens)
   written = written._replace(
-    chosen=last_choice(cached, layout, segments, stored, chosen)
+    chosen=last_choice(cached, layout, segments, stored, selection)
   )
-  if selection is not None:
+  if selects(cached.aggregate, stored.index.shape[1]):
     y = own[..., None] * y.astype(jnp.float32)
     y += _read_selected(cached, params, stored, tokens, selection)
     return y, weights, own, written
   carried = stored.index.shape[1] - y.shape[1] + 1
   parts = []
-  for first, last in _bands(y.shape[1]):
+  for first, last in bands(y.shape[1]):
     slots = carried + last - 1
     band = jax.tree.map(
       lambda x, first=first, last=last: x[:, first:last],
@@ -85,13 +82,8 @@ def _in_two_passes(cached, params, state, layout, tokens, segments):
   return jnp.concatenate(parts, axis=1), weights, own, written
 
 
-def _bands(blocks: int) -> list[tuple[int, int]]:
-  bands = max(1, min(_BANDS, blocks // _SEGMENTS_PER_BAND))
-  edges = [round(i * blocks / bands) for i in range(bands + 1)]
-  return list(zip(edges[:-1], edges[1:], strict=True))
-
-
-def _describe(cached, state, layout, k) -> CallSegments:
+def describe(cached, state, layout, k) -> CallSegments:
+  """Facts about the segments of a call, of keys [b g c n k]."""
   b, g, c, _, _ = k.shape
   k = k.astype(jnp.float32)
   # A matmul with a triangle of ones: faster than a cumulative sum, forwards
