@@ -39,6 +39,7 @@ from jaxtyping import (
   PRNGKeyArray,
   PyTree,
   Shaped,
+  UInt32,
 )
 
 # A pytree of arrays; what it holds is the business of the memory that owns it.
@@ -65,4 +66,5 @@ __all__ = [
   "PyTree",
   "Shaped",
   "State",
+  "UInt32",
 ]

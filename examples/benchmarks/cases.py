@@ -122,6 +122,12 @@ def deep_cases(tokens: int) -> list[Case]:
   return cases
 
 
+def sparse_cases(tokens: int) -> list[Case]:
+  """Everything `python -m examples.benchmarks.sparse` times, in order."""
+  grm = Case(aggregate="grm", segment=64, tokens=tokens)
+  return [Case(tokens=tokens), grm, replace(grm, aggregate="ssc")]
+
+
 def _titans(tokens: int, inner_batch: int, package="memcache_jax") -> Case:
   return Case(
     package=package, memory="titans", inner_batch=inner_batch, tokens=tokens

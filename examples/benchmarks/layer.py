@@ -53,7 +53,9 @@ def markdown(records: list[dict]) -> str:
 
 
 def parse(
-  argv: list[str] | None, description: str | None
+  argv: list[str] | None,
+  description: str | None,
+  lengths: tuple[int, ...] = LENGTHS,
 ) -> argparse.Namespace:
   """The arguments of a run."""
   parser = argparse.ArgumentParser(
@@ -72,7 +74,7 @@ def parse(
     default=rivals.interpreter(rivals.JAX),
     help="an interpreter that has jax-linear-attention",
   )
-  parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
+  parser.add_argument("--lengths", type=int, nargs="+", default=lengths)
   parser.add_argument(
     "--jobs", type=int, default=2, help="cases at a time, a core each"
   )

@@ -181,6 +181,25 @@ def deep_bars(records: list[dict]) -> list[Bar]:
   return found
 
 
+def sparse_bars(records: list[dict]) -> list[Bar]:
+  """SSC next to GRM, forward + backward."""
+  times = Times(records)
+  mode, both = "forward_backward", {}
+  for record in times.records:
+    if record["mode"] == mode:
+      both[record["aggregate"]] = record
+  grm, ssc = both.get("grm"), both.get("ssc")
+  return [
+    Bar("faster than GRM", times.ratio(grm, ssc), 4.0, True),
+    Bar(
+      "memory over that of GRM",
+      times.ratio(ssc, grm, "peak_mib"),
+      1.0,
+      False,
+    ),
+  ]
+
+
 def bars_table(bars: list[Bar], about: str) -> str:
   lines = [
     f"| bar ({about}) | limit | measured | |",

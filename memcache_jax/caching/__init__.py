@@ -4,10 +4,10 @@ from memcache_jax.caching._aggregators import (
   Aggregator,
   GatedResidual,
   MemorySoup,
-  MovingAverage,
   Residual,
 )
 from memcache_jax.caching._cached import Cached, CacheState
+from memcache_jax.caching._moving_average import MovingAverage
 from memcache_jax.caching._policies import (
   CachePolicy,
   DropOldest,
@@ -15,6 +15,7 @@ from memcache_jax.caching._policies import (
   LogarithmicThinning,
   MergeNeighbours,
 )
+from memcache_jax.caching._report import SelectionReport, watch_selection
 from memcache_jax.caching._segments import (
   Constant,
   Explicit,
@@ -47,6 +48,8 @@ __all__ = [
   "MovingAverage",
   "Residual",
   "Segments",
+  "SelectionReport",
   "SparseSelective",
   "StraightThrough",
+  "watch_selection",
 ]

@@ -19,6 +19,7 @@ from memcache_jax.array_typing import (
   State,
 )
 from memcache_jax.caching import (
+  _blocks,
   _by_segment,
   _layout,
   _levels,
@@ -187,9 +188,6 @@ class Cached(Memory):
     pool = jnp.zeros((batch, n, k), jnp.float32)
     levels = self.segments.levels(slots)
     counts_use = self.policy is not None and self.policy.counts_use
-    choice = None
-    if self.aggregate.block > 1:
-      choice = jnp.full((batch, n, self.aggregate.max_selected), -1, jnp.int32)
     return CacheState(
       online=online,
       pool=pool,
@@ -202,7 +200,7 @@ class Cached(Memory):
       count=jnp.zeros((batch,), jnp.int32),
       levels=_levels.empty(online, pool, levels, self.write_mode),
       use=jnp.zeros((batch, slots), jnp.float32) if counts_use else None,
-      chosen=choice,
+      chosen=_blocks.empty(self.aggregate, batch, n),
     )
 
   def check_state(

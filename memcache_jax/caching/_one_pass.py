@@ -33,7 +33,7 @@ def run(cached, params, state, layout, tokens, segments):
   # Gates depend on keys alone.
   nothing = None if state is None else state._replace(memories=None)
   stored = stored_memories(nothing, Written(None, keys, None, None), segments)
-  weights, own, chosen, _ = weigh(cached, state, stored, segments, tokens)
+  weights, own, selection = weigh(cached, state, stored, segments, tokens)
   memory = cached.memory
   y, ends = memory.scan_segments(
     params,
@@ -55,6 +55,6 @@ def run(cached, params, state, layout, tokens, segments):
     keys=keys,
     online=online,
     levels=None,
-    chosen=last_choice(cached, layout, segments, stored, chosen),
+    chosen=last_choice(cached, layout, segments, stored, selection),
   )
   return y, weights, own, written

@@ -9,7 +9,7 @@ from memcache_jax import token_layout
 from memcache_jax.caching import _blocks, _levels, _router
 from memcache_jax.caching._segments import block_level
 from memcache_jax.caching._sparse_read import read_selected
-from memcache_jax.caching._weights import mix
+from memcache_jax.caching._weights import mix, selects
 from memcache_jax.memories._base import Tokens
 
 
@@ -53,9 +53,7 @@ def run(cached, params, state, tokens):
       cached.aggregate.block, choose(*inputs), state, count, mask
     )
 
-  weights, own, chosen, selection = mix(
-    cached.aggregate, relevance, readable, share
-  )
+  weights, own, selection = mix(cached.aggregate, relevance, readable, share)
   y, online = _read(cached, params, state, tokens, weights, own, selection)
   lost = _router.beyond(cached, state.count, slots)
   y = jnp.where(lost[:, None, None, None], jnp.nan, y)
@@ -68,11 +66,10 @@ def run(cached, params, state, tokens):
     levels=_write_levels(cached, params, state, tokens, mask),
     use=_count_use(state, weights, mask),
   )
-  if after.chosen is not None and chosen is not None:
-    top_k = after.chosen.shape[-1]
-    after = after._replace(
-      chosen=_blocks.numbers(chosen[:, -1], state.index, top_k)
-    )
+  if selection is not None and state.chosen is not None:
+    chosen = selection.index[:, -1]
+    top_k = state.chosen.shape[-1]
+    after = after._replace(chosen=_blocks.numbers(chosen, state.index, top_k))
   done = after.position == cached.segments.length
   if tokens.segment_ends is not None:
     known = state.count < cached.segments.max_flagged
@@ -93,7 +90,7 @@ def _read(cached, params, state, tokens, weights, own, selection):
     )
   y, online = memory.scan(params, state.online, inner)
   y = own[..., None] * y.astype(jnp.float32)
-  if selection is not None:
+  if selects(cached.aggregate, weights.shape[-1]):
     y += read_selected(memory, params, state.memories, tokens.q, selection)
   elif weights.shape[-1]:
     y += memory.read_many(params, state.memories, tokens.q, weights)

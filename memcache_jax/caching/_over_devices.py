@@ -18,7 +18,11 @@ from memcache_jax import sharding
 from memcache_jax.caching import _layout, _next_state, _router, _segment_scan
 from memcache_jax.caching._next_state import Written
 from memcache_jax.caching._segments import Constant
-from memcache_jax.caching._weights import last_choice, stored_memories, weigh
+from memcache_jax.caching._weights import (
+  last_choice,
+  stored_memories,
+  weigh_some,
+)
 from memcache_jax.memories import _spread
 from memcache_jax.memories._base import Tokens
 
@@ -112,9 +116,9 @@ def _run_own(cached, params, tokens, axis):
   )
   every = everyone(every)._replace(index=index, document=document)
   stored = stored_memories(None, written, every)
-  weighed = weigh(cached, None, stored, segments, inner, first)
+  weighed = weigh_some(cached, None, stored, segments, inner, first)
   written = written._replace(
-    chosen=last_choice(cached, layout, segments, stored, weighed.chosen)
+    chosen=last_choice(cached, layout, segments, stored, weighed.selection)
   )
   y = _segment_scan.read(
     cached, params, layout, inner, stored, weighed, y, start

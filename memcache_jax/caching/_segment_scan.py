@@ -16,15 +16,14 @@ from memcache_jax.caching import (
 from memcache_jax.caching._next_state import CallSegments, Written
 from memcache_jax.caching._one_segment import memory_tokens
 from memcache_jax.caching._segments import block_level
-from memcache_jax.caching._weights import last_choice, stored_memories, weigh
+from memcache_jax.caching._weights import (
+  bands,
+  last_choice,
+  selects,
+  stored_memories,
+  weigh,
+)
 from memcache_jax.memories._base import HeadShape, Tokens
-
-# Tokens of a call only read memories of earlier segments. The segments are cut
-# into up to 4 bands, each reading no further than its own last segment: that
-# saves 3 of every 8 reads, and the program stays of one size. Every band takes
-# time to compile, which a band of fewer segments is not worth.
-_BANDS = 4
-_SEGMENTS_PER_BAND = 4
 
 
 def run(cached, params, state, tokens):
@@ -64,7 +63,7 @@ def _in_two_passes(cached, params, state, layout, tokens, segments):
   written = _next_state.keep_ends(written)
   stored = stored_memories(state, written, segments)
   weighed = weigh(cached, state, stored, segments, tokens)
-  chosen = last_choice(cached, layout, segments, stored, weighed.chosen)
+  chosen = last_choice(cached, layout, segments, stored, weighed.selection)
   written = written._replace(chosen=chosen)
   y = read(cached, params, layout, tokens, stored, weighed, y, start)
   return y, weighed.weights, weighed.own, written
@@ -72,13 +71,13 @@ def _in_two_passes(cached, params, state, layout, tokens, segments):
 
 def read(cached, params, layout, tokens, stored, weighed, y, start):
   """Reads [b g c n v] of the stored memories and the online ones, combined."""
-  weights, own, _, selection = weighed
-  if selection is not None:
+  weights, own, selection = weighed
+  if selects(cached.aggregate, stored.index.shape[1]):
     y = own[..., None] * y.astype(jnp.float32)
     return y + _read_selected(cached, params, stored, tokens, selection)
   carried = stored.index.shape[1] - y.shape[1] + 1
   parts = []
-  for first, last in _bands(y.shape[1]):
+  for first, last in bands(y.shape[1]):
     slots = carried + last - 1
     band = jax.tree.map(
       lambda x, first=first, last=last: x[:, first:last],
@@ -89,13 +88,8 @@ def read(cached, params, layout, tokens, stored, weighed, y, start):
   return jnp.concatenate(parts, axis=1)
 
 
-def _bands(blocks: int) -> list[tuple[int, int]]:
-  bands = max(1, min(_BANDS, blocks // _SEGMENTS_PER_BAND))
-  edges = [round(i * blocks / bands) for i in range(bands + 1)]
-  return list(zip(edges[:-1], edges[1:], strict=True))
-
-
 def describe(cached, state, layout, k) -> CallSegments:
+  """Facts about the segments of a call, of keys [b g c n k]."""
   b, g, c, _, _ = k.shape
   k = k.astype(jnp.float32)
   # A matmul with a triangle of ones: faster than a cumulative sum, forwards

@@ -94,7 +94,7 @@ def _tile_size(pairs: int, slots: int) -> int:
   if pairs <= slots:
     return 1
   size = _SMALLEST_TILE
-  while size < _LARGEST_TILE and 2 * size * slots <= pairs:
+  while size < _LARGEST_TILE and 4 * size * slots <= pairs:
     size *= 2
   return size
 

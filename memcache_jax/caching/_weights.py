@@ -14,6 +14,13 @@ from memcache_jax.caching._aggregators import Selection
 # a read of all of them takes time in proportion to how many they are.
 _SLOTS_PER_SELECTED = 12
 
+# Tokens of a call only read memories of earlier segments. The segments are cut
+# into up to 4 bands, each reading no further than its own last segment: that
+# saves 3 of every 8 reads, and the program stays of one size. Every band takes
+# time to compile, which a band of fewer segments is not worth.
+_BANDS = 4
+_SEGMENTS_PER_BAND = 4
+
 
 class Stored(NamedTuple):
   """Memories that tokens of this call may read: carried and new ones."""
@@ -54,20 +61,53 @@ class Weighed(NamedTuple):
 
   weights: Float[Array, "*rows s"]
   own: Float[Array, "*rows"]
-  chosen: Int[Array, "*rows r"] | None  # where few are read
-  selection: Selection | None  # where reading only these is faster
+  selection: Selection | None  # where few are read
 
 
-def weigh(
-  cached, state, stored, segments, tokens, first: int | Int[Array, ""] = 0
-) -> Weighed:
-  """Weights [b g c n s] of the stored memories and [b g c n] of the own.
+def bands(blocks: int) -> list[tuple[int, int]]:
+  """First and last segment, which is not included, of every band."""
+  count = max(1, min(_BANDS, blocks // _SEGMENTS_PER_BAND))
+  edges = [round(i * blocks / count) for i in range(count + 1)]
+  return list(zip(edges[:-1], edges[1:], strict=True))
 
-  `first` is the number in the call of the first of these segments.
-  """
+
+def weigh(cached, state, stored, segments, tokens) -> Weighed:
+  """Weights [b g c n s] of the stored memories and [b g c n] of the own."""
+  slots, g = stored.index.shape[1], tokens.q.shape[1]
+  if not selects(cached.aggregate, slots):
+    return weigh_some(cached, state, stored, segments, tokens)
+  parts = []
+  for first, last in bands(g):
+    cut = lambda x, first=first, last=last: x[:, first:last]
+    some = jax.tree.map(lambda x, s=slots - g + last: x[:, :s], stored)
+    weighed = weigh_some(
+      cached,
+      state if first == 0 else None,  # with whose open segment nothing else
+      some,
+      *jax.tree.map(cut, (segments, tokens)),
+      first,
+    )
+    parts.append(_for_all_slots(weighed, slots))
+  return jax.tree.map(lambda *x: jnp.concatenate(x, axis=1), *parts)
+
+
+def _for_all_slots(weighed, slots):
+  """With weights of 0 for the memories that a band cannot read."""
+  missing = [(0, 0)] * 4 + [(0, slots - weighed.weights.shape[-1])]
+  pad = lambda x: jnp.pad(x, missing)
+  selection = weighed.selection
+  others = jax.tree.map(pad, selection.others)
+  return weighed._replace(
+    weights=pad(weighed.weights), selection=selection._replace(others=others)
+  )
+
+
+def relate(
+  cached, stored, segments, tokens, first: int | Int[Array, ""] = 0
+) -> tuple[_router.Relevance, Array]:
+  """Relevance [b g c n ...] of memories, and which are readable [b g 1 1 s]."""
   aggregate = cached.aggregate
   b, g, c, n, _ = tokens.q.shape
-  shape = (b, g, c, n, stored.block.shape[1])
   readable = segments.document[:, :, None] == stored.document[:, None]
   block = first + jnp.arange(g)[None]
   readable &= stored.block[:, None] < block[:, :, None]
@@ -88,13 +128,26 @@ def weigh(
   )
   unfold = lambda x: x.reshape(b, g, c, *x.shape[2:])
   relevance = jax.tree.map(unfold, relevance)
+  return relevance, readable[:, :, None, None]
+
+
+def weigh_some(
+  cached, state, stored, segments, tokens, first: int | Int[Array, ""] = 0
+) -> Weighed:
+  """`weigh` of segments of which the first is not the call's first, but this.
+
+  Their facts, and the tokens, are of these segments alone.
+  """
+  aggregate = cached.aggregate
+  shape = (*tokens.q.shape[:4], stored.block.shape[1])
+  relevance, readable = relate(cached, stored, segments, tokens, first)
 
   def share(choose, *inputs):
     return _blocks.share_places(
       aggregate.block, choose, inputs, state, segments
     )
 
-  weighed = mix(aggregate, relevance, readable[:, :, None, None], share)
+  weighed = mix(aggregate, relevance, readable, share)
   return weighed._replace(
     weights=jnp.broadcast_to(weighed.weights, shape),
     own=jnp.broadcast_to(weighed.own, shape[:-1]),
@@ -114,23 +167,18 @@ def mix(aggregate, relevance, readable, share) -> Weighed:
   logits, own_logit, scores = relevance
   if aggregate.max_selected is None:
     weights, own = aggregate.weights(logits, own_logit, readable)
-    return Weighed(weights, own, None, None)
+    return Weighed(weights, own, None)
   if aggregate.block > 1:
     index = share(aggregate.choose, scores, readable)
   else:
     index = aggregate.choose(scores, readable)
   selection = aggregate.gate_chosen(index, logits, own_logit, readable, scores)
-  slots = readable.shape[-1]
-  return Weighed(
-    selection.all_weights(slots),
-    selection.own,
-    index,
-    selection if selects(aggregate, slots) else None,
-  )
+  weights = selection.all_weights(readable.shape[-1])
+  return Weighed(weights, selection.own, selection)
 
 
-def last_choice(cached, layout, segments, stored, chosen):
-  """What a state carries of choices [b g c n r]: those of the last tokens."""
+def last_choice(cached, layout, segments, stored, selection):
+  """What a state carries of selections [b g c n r]: those of last tokens."""
   if cached.aggregate.block == 1:
     return None
   b, g = segments.index.shape
@@ -139,11 +187,11 @@ def last_choice(cached, layout, segments, stored, chosen):
     last = jnp.full((b,), last)
   at_end = lambda x, i: _next_state.take_block(x, i)
   count = at_end(segments.count[:, :, -1], last)
-  chosen = at_end(at_end(chosen, last), jnp.maximum(count - 1, 0))
+  chosen = at_end(at_end(selection.index, last), jnp.maximum(count - 1, 0))
   return _blocks.numbers(chosen, stored.index, cached.aggregate.max_selected)
 
 
 def selects(aggregate, slots: int) -> bool:
-  """Whether only what tokens select is read, of so many stored memories."""
+  """Whether reading only what tokens select, of so many, is faster."""
   count = aggregate.max_selected
   return count is not None and slots >= _SLOTS_PER_SELECTED * count

@@ -142,9 +142,10 @@ class Attention(Mixer):
     starts: Bool[Array, "b t"] | None = None,
     max_unaligned_starts: int | None = None,
     segment_ends: Bool[Array, "b t"] | None = None,
+    rngs: nnx.Rngs | None = None,
   ) -> tuple[Float[Array, "b t d"], AttentionState]:
     """Mixes a stretch of tokens; see `Mixer`."""
-    del max_unaligned_starts  # Attention has no grid.
+    del max_unaligned_starts, rngs  # There is no grid, and nothing random.
     if segment_ends is not None:
       raise ValueError("`segment_ends` must be None for attention: got flags.")
     check_inputs(x, self.dim, mask, starts)

@@ -7,7 +7,15 @@ import jax.numpy as jnp
 from flax import nnx
 
 from memcache_jax import token_layout
-from memcache_jax.array_typing import Array, Bool, DType, Float, Int, State
+from memcache_jax.array_typing import (
+  Array,
+  Bool,
+  DType,
+  Float,
+  Int,
+  State,
+  UInt32,
+)
 from memcache_jax.ops import _checks
 
 
@@ -48,6 +56,7 @@ class Mixer(nnx.Module):
     starts: Bool[Array, "b t"] | None = None,
     max_unaligned_starts: int | None = None,
     segment_ends: Bool[Array, "b t"] | None = None,
+    rngs: nnx.Rngs | None = None,
   ) -> tuple[Float[Array, "b t d"], State]:
     """Mixes a stretch of tokens.
 
@@ -63,6 +72,8 @@ class Mixer(nnx.Module):
         grid of the memory, see `memories.Tokens`.
       segment_ends: True at the last token of a segment, for memories with
         `caching.Explicit` segments only. Ignored on masked tokens.
+      rngs: in training, where what is random comes from: the stream "router",
+        for `caching.GumbelTopK`. None: nothing is.
 
     Returns:
       y and the state after the last token.
@@ -128,6 +139,16 @@ def check_rngs(rngs: nnx.Rngs) -> None:
   """Raises ValueError unless it is what `nnx.Rngs` makes."""
   if not isinstance(rngs, nnx.Rngs):
     raise ValueError(f"`rngs` must be an nnx.Rngs: got {rngs!r}.")
+
+
+def draw_seeds(
+  rngs: nnx.Rngs | None, x: Float[Array, "b t d"]
+) -> UInt32[Array, "b t"] | None:
+  """Random bits of every token, `Tokens.seeds`; None without `rngs`."""
+  if rngs is None:
+    return None
+  check_rngs(rngs)
+  return jax.random.bits(rngs.router(), x.shape[:2])
 
 
 def check_state_kind(state: State | None, kind: type) -> None:

@@ -75,6 +75,7 @@ class Block(nnx.Module):
     starts: Bool[Array, "b t"] | None = None,
     max_unaligned_starts: int | None = None,
     segment_ends: Bool[Array, "b t"] | None = None,
+    rngs: nnx.Rngs | None = None,
   ) -> tuple[Float[Array, "b t d"], State]:
     """Transforms a stretch of tokens; see `Mixer`, but x is as it comes."""
     check_inputs(x, self.mixer.dim, mask, starts)
@@ -88,6 +89,7 @@ class Block(nnx.Module):
       starts=starts,
       max_unaligned_starts=max_unaligned_starts,
       segment_ends=segment_ends,
+      rngs=rngs,
     )
     return self._feed(x + y), state
 
@@ -100,6 +102,7 @@ class Block(nnx.Module):
     starts: Bool[Array, "b t"] | None = None,
     max_unaligned_starts: int | None = None,
     segment_ends: Bool[Array, "b t"] | None = None,
+    rngs: nnx.Rngs | None = None,
   ) -> tuple[Float[Array, "b t d"], State, Float[Array, "b t n s_and_online"]]:
     """Like calling the block, and returns the mixer's gates too.
 
@@ -122,6 +125,7 @@ class Block(nnx.Module):
       starts=starts,
       max_unaligned_starts=max_unaligned_starts,
       segment_ends=segment_ends,
+      rngs=rngs,
     )
     return self._feed(x + y), state, weights
 

@@ -143,8 +143,10 @@ class MemoryAsContext(Mixer):
     starts: Bool[Array, "b t"] | None = None,
     max_unaligned_starts: int | None = None,
     segment_ends: Bool[Array, "b t"] | None = None,
+    rngs: nnx.Rngs | None = None,
   ) -> tuple[Float[Array, "b t d"], MemoryAsContextState]:
     """Mixes a stretch of tokens; see `Mixer`."""
+    del rngs  # The memory is not a cached one: nothing is drawn.
     if segment_ends is not None:
       raise ValueError(
         "`segment_ends` must be None for memory as context: got flags."

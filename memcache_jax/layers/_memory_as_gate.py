@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from memcache_jax.array_typing import Array, Bool, DType, Float
+from memcache_jax.caching import SelectionReport
 from memcache_jax.layers._attention import Attention, AttentionState
 from memcache_jax.layers._base import Mixer, check_inputs, check_state_kind
 from memcache_jax.layers._branch_gate import BranchGate
@@ -103,6 +104,7 @@ class MemoryAsGate(Mixer):
     starts: Bool[Array, "b t"] | None = None,
     max_unaligned_starts: int | None = None,
     segment_ends: Bool[Array, "b t"] | None = None,
+    rngs: nnx.Rngs | None = None,
   ) -> tuple[Float[Array, "b t d"], MemoryAsGateState]:
     """Mixes a stretch of tokens; see `Mixer`."""
     check_inputs(x, self.dim, mask, starts, segment_ends)
@@ -116,6 +118,7 @@ class MemoryAsGate(Mixer):
       starts=starts,
       max_unaligned_starts=max_unaligned_starts,
       segment_ends=segment_ends,
+      rngs=rngs,
     )
     return self.gate(y, m), MemoryAsGateState(of_attention, of_memory)
 
@@ -128,6 +131,7 @@ class MemoryAsGate(Mixer):
     starts: Bool[Array, "b t"] | None = None,
     max_unaligned_starts: int | None = None,
     segment_ends: Bool[Array, "b t"] | None = None,
+    rngs: nnx.Rngs | None = None,
   ) -> tuple[
     Float[Array, "b t d"], MemoryAsGateState, Float[Array, "b t n s_and_online"]
   ]:
@@ -144,6 +148,7 @@ class MemoryAsGate(Mixer):
       starts=starts,
       max_unaligned_starts=max_unaligned_starts,
       segment_ends=segment_ends,
+      rngs=rngs,
     )
     y, of_attention = self.attention(x, of_attention, mask=mask, starts=starts)
     state = MemoryAsGateState(of_attention, of_memory)
@@ -154,3 +159,23 @@ class MemoryAsGate(Mixer):
   ) -> Watched:
     """What the memory does at every token; see `MemoryMixer.watch`."""
     return self.memory_mixer.watch(x, mask=mask)
+
+  def watch_selection(
+    self,
+    x: Float[Array, "b t d"],
+    *,
+    mask: Bool[Array, "b t"] | None = None,
+    starts: Bool[Array, "b t"] | None = None,
+    max_unaligned_starts: int | None = None,
+    segment_ends: Bool[Array, "b t"] | None = None,
+    rngs: nnx.Rngs | None = None,
+  ) -> SelectionReport:
+    """What tokens select; see `MemoryMixer.watch_selection`."""
+    return self.memory_mixer.watch_selection(
+      x,
+      mask=mask,
+      starts=starts,
+      max_unaligned_starts=max_unaligned_starts,
+      segment_ends=segment_ends,
+      rngs=rngs,
+    )

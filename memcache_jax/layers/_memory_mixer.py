@@ -8,12 +8,14 @@ from flax import nnx
 
 from memcache_jax import numerics
 from memcache_jax.array_typing import Array, Bool, DType, Float, State
+from memcache_jax.caching import SelectionReport, watch_selection
 from memcache_jax.layers._base import (
   Front,
   Mixer,
   check_inputs,
   check_layer,
   check_state_kind,
+  draw_seeds,
   to_front,
 )
 from memcache_jax.layers._gates import Gates
@@ -154,12 +156,13 @@ class MemoryMixer(Mixer):
     starts: Bool[Array, "b t"] | None = None,
     max_unaligned_starts: int | None = None,
     segment_ends: Bool[Array, "b t"] | None = None,
+    rngs: nnx.Rngs | None = None,
   ) -> tuple[Float[Array, "b t d"], MixerState]:
     """Mixes a stretch of tokens; see `Mixer`."""
     check_inputs(x, self.dim, mask, starts, segment_ends)
     check_state_kind(state, MixerState)
     front = to_front(x, mask, starts, segment_ends)
-    tokens, tails = self._tokens(front, state, max_unaligned_starts)
+    tokens, tails = self._tokens(front, state, max_unaligned_starts, rngs)
     y, memory = _spread.scan(
       self.memory,
       self._memory_params(),
@@ -178,6 +181,7 @@ class MemoryMixer(Mixer):
     starts: Bool[Array, "b t"] | None = None,
     max_unaligned_starts: int | None = None,
     segment_ends: Bool[Array, "b t"] | None = None,
+    rngs: nnx.Rngs | None = None,
   ) -> tuple[
     Float[Array, "b t d"], MixerState, Float[Array, "b t n s_and_online"]
   ]:
@@ -198,7 +202,7 @@ class MemoryMixer(Mixer):
     check_inputs(x, self.dim, mask, starts, segment_ends)
     check_state_kind(state, MixerState)
     front = to_front(x, mask, starts, segment_ends)
-    tokens, tails = self._tokens(front, state, max_unaligned_starts)
+    tokens, tails = self._tokens(front, state, max_unaligned_starts, rngs)
     y, memory, weights = inspect(
       self._memory_params(), None if state is None else state.memory, tokens
     )
@@ -216,7 +220,7 @@ class MemoryMixer(Mixer):
     """
     check_inputs(x, self.dim, mask, None)
     front = to_front(x, mask, None)
-    tokens, _ = self._tokens(front, None, None)
+    tokens, _ = self._tokens(front, None, None, None)
     watched = watch(self.memory, self._memory_params(), tokens)
     return jax.tree.map(front.back, watched)
 
@@ -242,7 +246,26 @@ class MemoryMixer(Mixer):
     y = self.memory.read(self._memory_params(), memory, q)
     return self._output(x, y.astype(q.dtype))
 
-  def _tokens(self, front, state, max_unaligned_starts):
+  def watch_selection(
+    self,
+    x: Float[Array, "b t d"],
+    *,
+    mask: Bool[Array, "b t"] | None = None,
+    starts: Bool[Array, "b t"] | None = None,
+    max_unaligned_starts: int | None = None,
+    segment_ends: Bool[Array, "b t"] | None = None,
+    rngs: nnx.Rngs | None = None,
+  ) -> SelectionReport:
+    """What the tokens of new sequences select; see `caching.watch_selection`.
+
+    All arguments are those of a call.
+    """
+    check_inputs(x, self.dim, mask, starts, segment_ends)
+    front = to_front(x, mask, starts, segment_ends)
+    tokens, _ = self._tokens(front, None, max_unaligned_starts, rngs)
+    return watch_selection(self.memory, tokens)
+
+  def _tokens(self, front, state, max_unaligned_starts, rngs):
     """What the memory consumes, and the state of the convolutions."""
     if state is not None:
       self.memory.check_state(
@@ -265,6 +288,7 @@ class MemoryMixer(Mixer):
       starts=front.starts,
       max_unaligned_starts=max_unaligned_starts,
       segment_ends=front.segment_ends,
+      seeds=draw_seeds(rngs, front.x),
     )
     return tokens, MixerState(tail_of_q, tail_of_k, tail_of_v, None)
 

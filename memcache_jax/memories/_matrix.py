@@ -5,9 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
-import jax.numpy as jnp
-
-from memcache_jax import ops
+from memcache_jax import numerics, ops
 from memcache_jax.array_typing import Array, Float, Gates, Int, Params, State
 from memcache_jax.memories._base import Memory, Tokens
 from memcache_jax.ops import _checks, _dispatch
@@ -50,8 +48,8 @@ class MatrixMemory(Memory):
   def read(
     self, params: Params, memory: State, q: Float[Array, "b t n k"]
   ) -> Float[Array, "b t n v"]:
-    one = jnp.ones((*q.shape[:3], 1), jnp.float32)
-    return self.read_many(params, memory[:, None], q, one)
+    del params
+    return numerics.matmul("btnk,bnkv->btnv", q, memory, dtype=q.dtype)
 
   def read_many(
     self,

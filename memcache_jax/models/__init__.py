@@ -6,6 +6,7 @@ from memcache_jax.models._inspection import (
   MemoryReport,
   memory_reports,
   segment_gates,
+  selection_reports,
 )
 from memcache_jax.models._language_model import LanguageModel
 from memcache_jax.models._loss import next_token_loss
@@ -33,4 +34,5 @@ __all__ = [
   "memory_reports",
   "next_token_loss",
   "segment_gates",
+  "selection_reports",
 ]

@@ -2,10 +2,15 @@
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from memcache_jax.array_typing import Array, Bool, Float, Int
+from memcache_jax.caching import SelectionReport
+from memcache_jax.caching._report import watches_selection
 from memcache_jax.layers import MemoryAsContext, MemoryAsGate, MemoryMixer
+from memcache_jax.layers._base import check_rngs
 from memcache_jax.memories import Watched
 from memcache_jax.models._language_model import LanguageModel
 from memcache_jax.models._tokens import check_token_ids
@@ -104,6 +109,86 @@ def memory_reports(
       reports[layer] = _report(watched, mask)
     x, _ = block(x, mask=mask)
   return reports
+
+
+def selection_reports(
+  model: LanguageModel,
+  tokens: Int[Array, "b t"],
+  *,
+  mask: Bool[Array, "b t"] | None = None,
+  starts: Bool[Array, "b t"] | None = None,
+  max_unaligned_starts: int | None = None,
+  rngs: nnx.Rngs | None = None,
+) -> tuple[Float[Array, "b t vocab"], dict[int, SelectionReport]]:
+  """Logits of new sequences, and what their tokens select, in one pass.
+
+  To be logged, or for a loss that spreads selections over the memories: that
+  of the logits plus a little of the sum of ``report.balance``.
+
+  Args:
+    model: the model.
+    tokens: ids of new sequences.
+    mask: False for tokens that do not exist.
+    starts: True where a document starts.
+    max_unaligned_starts: see `LanguageModel`.
+    rngs: see `LanguageModel`.
+
+  Returns:
+    What calling the model returns of logits; and the report of every layer
+    with sparse selective caching, by its number from 0. Layers whose segments
+    are merged or dropped have none.
+
+  Example:
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> from flax import nnx
+    >>> from memcache_jax.caching import Cached, Constant, SparseSelective
+    >>> from memcache_jax.memories import Linear
+    >>> from memcache_jax.models import LanguageModel, MemorySpec, ModelConfig
+    >>> from memcache_jax.models import selection_reports
+    >>> memory = Cached(Linear(), Constant(8), SparseSelective(2))
+    >>> config = ModelConfig.tiny(MemorySpec(memory, num_heads=2))
+    >>> model = LanguageModel(config, rngs=nnx.Rngs(0))
+    >>> text = jnp.arange(60)[None]
+    >>> logits, reports = jax.jit(selection_reports)(model, text)
+    >>> bool(reports[0].balance > 0)
+    True
+  """
+  check_token_ids(tokens, model.config.vocab_size, mask)
+  options = {
+    "mask": mask,
+    "starts": starts,
+    "max_unaligned_starts": max_unaligned_starts,
+  }
+
+  def body(x, inputs):
+    group, keys = inputs
+    x = model.hold(x)
+    reports = []
+    for block, key in zip(group, keys, strict=True):
+      rngs = lambda key=key: None if key is None else nnx.Rngs(router=key)
+      report = None
+      if watches_selection(getattr(block.mixer, "memory", None)):
+        normed = block.mixer_norm(x)
+        report = block.mixer.watch_selection(normed, **options, rngs=rngs())
+      reports.append(report)
+      x, _ = block(x, **options, rngs=rngs())
+    return model.hold(x), reports
+
+  period, repeats = len(model.config.pattern), model.config.repeats
+  keys = [None] * period
+  if rngs is not None:
+    check_rngs(rngs)
+    keys = list(jax.random.split(rngs.router(), (period, repeats)))
+  x = model.embedding(tokens, mask)
+  x, stacked = jax.lax.scan(model.rematted(body), x, (model.blocks, keys))
+  reports = {
+    group * period + place: jax.tree.map(lambda x, i=group: x[i], report)
+    for group in range(repeats)
+    for place, report in enumerate(stacked)
+    if report is not None
+  }
+  return model.logits(model.norm(x)), reports
 
 
 def _report(watched: Watched, mask) -> MemoryReport:

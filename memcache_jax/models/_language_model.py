@@ -1,5 +1,6 @@
 """`LanguageModel`: token ids to logits, through blocks that are scanned."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -8,6 +9,7 @@ from flax import nnx
 
 from memcache_jax.array_typing import Array, Bool, Float, Int, PyTree, State
 from memcache_jax.layers import Block, Projection, RMSNorm
+from memcache_jax.layers._base import check_rngs
 from memcache_jax.models._config import ModelConfig
 from memcache_jax.models._embedding import Embedding
 from memcache_jax.models._specs import MixerSpec
@@ -42,8 +44,7 @@ class LanguageModel(nnx.Module):
   def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
     if not isinstance(config, ModelConfig):
       raise ValueError(f"`config` must be a ModelConfig: got {config!r}.")
-    if not isinstance(rngs, nnx.Rngs):
-      raise ValueError(f"`rngs` must be an nnx.Rngs: got {rngs!r}.")
+    check_rngs(rngs)
     options: dict[str, Any] = {
       "dtype": config.dtype,
       "param_dtype": config.param_dtype,
@@ -88,6 +89,7 @@ class LanguageModel(nnx.Module):
     starts: Bool[Array, "b t"] | None = None,
     max_unaligned_starts: int | None = None,
     segment_ends: Bool[Array, "b t"] | None = None,
+    rngs: nnx.Rngs | None = None,
   ) -> tuple[Float[Array, "b t vocab"], tuple[State, ...]]:
     """Logits of the next token after each token.
 
@@ -104,6 +106,8 @@ class LanguageModel(nnx.Module):
         off the grid of the memories; see `memories.Tokens`.
       segment_ends: True at the last token of a segment, for the layers whose
         memories have `caching.Explicit` segments.
+      rngs: in training, where what is random comes from; see `layers.Mixer`.
+        Under `jax.jit` make it inside, as ``nnx.Rngs(router=key)``.
 
     Returns:
       Logits in float32, and the state after the last token.
@@ -115,6 +119,7 @@ class LanguageModel(nnx.Module):
       starts=starts,
       max_unaligned_starts=max_unaligned_starts,
       segment_ends=segment_ends,
+      rngs=rngs,
     )
     return self.logits(x), state
 
@@ -127,6 +132,7 @@ class LanguageModel(nnx.Module):
     starts: Bool[Array, "b t"] | None = None,
     max_unaligned_starts: int | None = None,
     segment_ends: Bool[Array, "b t"] | None = None,
+    rngs: nnx.Rngs | None = None,
   ) -> tuple[Float[Array, "b t d"], tuple[State, ...]]:
     """Like calling the model, but stops before the output layer."""
     _checks.check_shapes(
@@ -157,9 +163,9 @@ class LanguageModel(nnx.Module):
       "segment_ends": segment_ends,
     }
     if tokens.shape[1] == 1 and state is not None:
-      x, state = self._step(x, state, flags)
+      x, state = self._step(x, state, flags, rngs)
     else:
-      x, state = self._scan(x, state, flags)
+      x, state = self._scan(x, state, flags, rngs)
     return self.norm(x), state
 
   def logits(self, x: Float[Array, "b t d"]) -> Float[Array, "b t vocab"]:
@@ -172,7 +178,7 @@ class LanguageModel(nnx.Module):
     """The blocks in order, each with its own weights."""
     return [block for group in self._groups() for block in group]
 
-  def _hold(self, x):
+  def hold(self, x):
     """Keeps the residual stream on the devices where it belongs."""
     if self.config.activations is None:
       return x
@@ -187,35 +193,45 @@ class LanguageModel(nnx.Module):
       f"flags, and the layers {self.config.pattern}."
     )
 
+  def rematted(self, body: Callable) -> Callable:
+    """The body of a scan over repetitions, recomputed as the config says."""
+    remat = self.config.remat
+    if not remat:
+      return body
+    policy = None if remat is True else remat
+    return jax.checkpoint(body, policy=policy, prevent_cse=False)
+
   def _groups(self):
     """The repetitions of the pattern, each with its own weights."""
     return [_take(self.blocks, i) for i in range(self.config.repeats)]
 
-  def _step(self, x, state, flags):
+  def _step(self, x, state, flags, rngs):
     """One token. Not scanned: a scan would copy every cache to and fro."""
     new_state = []
     for group in self._groups():
-      x, states = _apply(group, x, state[len(new_state) :], flags)
+      x, states = _apply(group, x, state[len(new_state) :], flags, rngs)
       new_state += states
     return x, tuple(new_state)
 
-  def _scan(self, x, state, flags):
+  def _scan(self, x, state, flags, rngs):
     period = len(self.config.pattern)
 
     def body(x, inputs):
-      group, states = inputs
-      x, states = _apply(group, self._hold(x), states, flags)
-      return self._hold(x), states
+      group, states, key = inputs
+      rngs = None if key is None else nnx.Rngs(router=key)
+      x, states = _apply(group, self.hold(x), states, flags, rngs)
+      return self.hold(x), states
 
-    remat = self.config.remat
-    if remat:
-      policy = None if remat is True else remat
-      body = jax.checkpoint(body, policy=policy, prevent_cse=False)
     stacked = None
     if state is not None:
       # Layers at the same place of the pattern have states of one shape.
       stacked = [_stack(state[i::period]) for i in range(period)]
-    x, stacked = jax.lax.scan(body, x, (self.blocks, stacked))
+    keys = None
+    if rngs is not None:
+      check_rngs(rngs)
+      keys = jax.random.split(rngs.router(), self.config.repeats)
+    inputs = (self.blocks, stacked, keys)
+    x, stacked = jax.lax.scan(self.rematted(body), x, inputs)
     return x, _unstack(stacked, self.config.repeats)
 
 
@@ -231,13 +247,13 @@ def _block(config: ModelConfig, spec: MixerSpec, rngs: nnx.Rngs) -> Block:
   return Block(mixer, config.hidden_dim, **options)
 
 
-def _apply(group, x, states, flags):
+def _apply(group, x, states, flags, rngs):
   """Runs the blocks of one repetition; states None, or from its first on."""
   new_states = []
   for i, block in enumerate(group):
     state = None if states is None else states[i]
     ends = flags["segment_ends"] if block.uses_segment_ends else None
-    x, state = block(x, state, **{**flags, "segment_ends": ends})
+    x, state = block(x, state, **{**flags, "segment_ends": ends}, rngs=rngs)
     new_states.append(state)
   return x, new_states
 

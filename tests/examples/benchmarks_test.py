@@ -182,7 +182,8 @@ def test_bars_say_met_or_missed():
   assert len(table.splitlines()) == 2 + 5
   assert "jax-linear-attention 1: gated delta" in table
   assert "29.0x" in table
-  for empty in (report.bars([]), report.deep_bars([])):
+  for function in (report.bars, report.deep_bars, report.sparse_bars):
+    empty = function([])
     assert {bar.verdict() for bar in empty} == {"not measured"}
 
 
@@ -203,6 +204,15 @@ def test_bars_of_deep_memories_say_met_or_missed():
   assert len(bars) == 2 * 2 * len(cases.INNER_BATCHES) + 2
   verdicts = [bar.verdict() for bar in bars.values() if bar.ratio is not None]
   assert verdicts == ["met", "met", "missed", "missed", "met"]
+
+
+def test_bars_of_selecting_say_met_or_missed():
+  grm = times(forward=2.0, forward_backward=9.0, peak_mib=10.0)
+  ssc = times(forward=2.0, forward_backward=2.0, peak_mib=11.0)
+  ssc = [record | {"aggregate": "ssc"} for record in ssc]
+  bars = report.sparse_bars(grm + ssc)
+  assert [bar.ratio for bar in bars] == [4.5, 1.1]
+  assert [bar.verdict() for bar in bars] == ["met", "missed"]
 
 
 def test_compile_time_says_met_or_missed(monkeypatch):
@@ -272,5 +282,5 @@ def test_tables_go_into_the_readme(tmp_path):
   )
   with pytest.raises(ValueError, match="once"):
     readme.replace("other", "new", path)
-  for part in ("layer", "deep", "decode", "compile_time"):
+  for part in ("layer", "deep", "sparse", "decode", "compile_time"):
     assert f"<!-- {part} -->\n" in readme.README.read_text()
