@@ -1,8 +1,9 @@
 """Caching for a model trained without it: `python -m examples.post_training`.
 
 Trains a small byte-level model with a recurrent memory on short windows, and
-then measures the same weights on texts eight times as long: as they are, and
-with the memory cached after every window. Nothing is trained again.
+then measures the same weights on texts eight times as long, or --longest: as
+they are, and with the memory cached after every window. Nothing is trained
+again.
 """
 
 import argparse
@@ -43,10 +44,7 @@ VARIANTS = {
   "gated, with u = q": GatedResidual(gate="shared"),
 }
 
-WINDOW = 128
-# Ends of the buckets of positions, in windows; the text is cut there.
-BUCKETS = (1, 2, 4, 8)
-ROWS = 16
+TOKENS = 16 * 1024  # measured together
 
 
 def config(settings: Settings, memory: Memory) -> ModelConfig:
@@ -87,16 +85,29 @@ _update = functools.partial(
 )(training.update)
 
 
+def bucket_ends(window: int, longest: int) -> list[int]:
+  """Ends of the buckets of positions: the window, and then its doubles."""
+  ends = [window]
+  while 2 * ends[-1] <= longest:
+    ends.append(2 * ends[-1])
+  return ends
+
+
 def bits_by_bucket(
-  measured: LanguageModel, texts: Int[np.ndarray, "s t_plus_1"], window: int
+  measured: LanguageModel,
+  texts: Int[np.ndarray, "s t_plus_1"],
+  ends: list[int],
 ) -> list[float]:
-  """Mean of -log2 p of the bytes in each bucket of positions."""
-  rows = [
-    _bits(measured, texts[first : first + ROWS])
-    for first in range(0, len(texts), ROWS)
+  """Mean of -log2 p of the bytes in each bucket of positions.
+
+  Perplexity is 2 to the power of it.
+  """
+  rows = max(1, TOKENS // ends[-1])
+  bits = [
+    _bits(measured, texts[first : first + rows])
+    for first in range(0, len(texts), rows)
   ]
-  by_position = np.concatenate(jax.device_get(rows)).mean(axis=0)
-  ends = [end * window for end in BUCKETS]
+  by_position = np.concatenate(jax.device_get(bits)).mean(axis=0)
   return [
     float(by_position[start:end].mean())
     for start, end in zip([0, *ends], ends, strict=False)
@@ -115,46 +126,57 @@ def _bits(
 
 
 def run(
-  settings: Settings, corpus: data.Corpus, at_most: int | None = None
+  settings: Settings,
+  corpus: data.Corpus,
+  longest: int,
+  at_most: int | None = None,
 ) -> dict[str, list[float]]:
   """Trains, measures every variant, and prints the table.
 
   Args:
     settings: of model and training.
     corpus: what to learn from and what to measure on.
+    longest: bytes of the texts to measure on, at most: the window as often
+      doubled as fits.
     at_most: texts to measure on; None for all.
 
   Returns:
     Bits per byte in each bucket, by variant.
+
+  Raises:
+    InputError: if no such text is held out.
   """
   console = Console(highlight=False)
+  ends = bucket_ends(settings.window, longest)
+  windows = data.ByteWindows(corpus.held_out, ends[-1])
+  if not len(windows):
+    raise InputError(
+      f"only {len(corpus.held_out):,} bytes are held out: choose --longest "
+      "below that"
+    )
   start = time.perf_counter()
   trained = train(settings, corpus.train)
   jax.block_until_ready(nnx.state(trained))
   seconds = time.perf_counter() - start
-  length = BUCKETS[-1] * settings.window
-  windows = data.ByteWindows(corpus.held_out, length)
   count = len(windows) if at_most is None else min(at_most, len(windows))
   texts = np.stack([windows[i * len(windows) // count] for i in range(count)])
 
-  results = {"no caching": bits_by_bucket(trained, texts, settings.window)}
+  results = {"no caching": bits_by_bucket(trained, texts, ends)}
   for name, aggregate in VARIANTS.items():
     with_cache = cached(trained, settings, aggregate)
-    results[name] = bits_by_bucket(with_cache, texts, settings.window)
+    results[name] = bits_by_bucket(with_cache, texts, ends)
 
   table = Table(title="Bits per held-out byte, by its position in the text")
   table.add_column("cache after training")
-  for first, last in zip((0, *BUCKETS), BUCKETS, strict=False):
-    table.add_column(
-      f"{first * settings.window}-{last * settings.window}", justify="right"
-    )
+  for first, last in zip((0, *ends), ends, strict=False):
+    table.add_column(f"{first}-{last}", justify="right")
   for name, bits in results.items():
     table.add_row(name, *(f"{value:.3f}" for value in bits))
   console.print(table)
   tokens = settings.steps * settings.batch_size * settings.window
   console.print(
     f"Trained on {tokens:,} bytes in windows of {settings.window}, in "
-    f"{seconds:.0f} s; measured on {count} texts of {length:,} bytes from "
+    f"{seconds:.0f} s; measured on {count} texts of {ends[-1]:,} bytes from "
     f"{corpus.description}. A cached state every {settings.window} bytes."
   )
   return results
@@ -172,22 +194,35 @@ def main(arguments: list[str] | None = None) -> int:
   )
   parser.add_argument("--steps", type=int, default=600, help="training steps")
   parser.add_argument("--seed", type=int, default=0, help="of the weights")
+  parser.add_argument(
+    "--window", type=int, default=128, help="bytes to train on at a time"
+  )
+  parser.add_argument(
+    "--longest", type=int, help="bytes to measure on; 8 windows if not given"
+  )
   options = parser.parse_args(arguments)
-  if options.steps < 1:
-    parser.error(f"--steps: must be at least 1, got {options.steps}")
+  longest = 8 * options.window if options.longest is None else options.longest
+  for name, value, least in (
+    ("steps", options.steps, 1),
+    ("window", options.window, 1),
+    ("longest", longest, options.window),
+  ):
+    if value < least:
+      parser.error(f"--{name}: must be at least {least}, got {value}")
   try:
     corpus = data.load(options.text)
+    settings = Settings(
+      corpus.sha256,
+      seed=options.seed,
+      steps=options.steps,
+      batch_size=8,
+      window=options.window,
+    )
+    # As many bytes, however long the texts.
+    run(settings, corpus, longest, at_most=max(1, 128 * 1024 // longest))
   except InputError as error:
     print(f"error: {error}", file=sys.stderr)
     return 2
-  settings = Settings(
-    corpus.sha256,
-    seed=options.seed,
-    steps=options.steps,
-    batch_size=8,
-    window=WINDOW,
-  )
-  run(settings, corpus, at_most=128)
   return 0
 
 

@@ -1,5 +1,6 @@
 """Rows on the devices where their tokens are."""
 
+import math
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -87,13 +88,21 @@ def zeros_at_tokens(
   return jnp.einsum("...k,kv->...v", nothing, jnp.zeros((0, width)))
 
 
-def over_batch_and_heads(
+def devices_along(part: Any) -> int:
+  """How many there are along the mesh axes of one entry of a spec."""
+  mesh = jax.sharding.get_abstract_mesh()
+  return math.prod(mesh.shape[name] for name in _names(part))
+
+
+def over_devices(
   function: Callable[..., PyTree],
   inputs: tuple[PyTree, ...],
   axes: tuple[PyTree, ...],
   output_axes: PyTree,
+  *,
+  letters: str = "bn",
 ) -> PyTree:
-  """Runs a function on every device's own rows and heads.
+  """Runs a function on every device's own part, by default of rows and heads.
 
   A kernel is opaque to the compiler, which would gather its inputs. Rows and
   heads never mix, so each device can run it on those it holds. This needs a
@@ -102,22 +111,23 @@ def over_batch_and_heads(
 
   Args:
     function: of the inputs.
-    inputs: arrays; the first leaf says how rows and heads are spread.
+    inputs: arrays; the first leaf says how everything is spread.
     axes: letters of each input's axes, such as "b t n k".
     output_axes: likewise, of what the function returns.
+    letters: those that may be spread.
 
   Raises:
-    ValueError: when another axis than b and n is spread.
+    ValueError: when another axis is spread.
   """
-  first, letters = jax.tree.leaves(inputs)[0], jax.tree.leaves(axes)[0].split()
+  first, names = jax.tree.leaves(inputs)[0], jax.tree.leaves(axes)[0].split()
   spec = spec_of(first)
-  spread = {x: name for x, name in zip(letters, spec, strict=True) if name}
+  spread = {x: part for x, part in zip(names, spec, strict=True) if part}
   if not spread:
     return function(*inputs)
-  if not spread.keys() <= {"b", "n"}:
+  if not spread.keys() <= set(letters):
     raise ValueError(
-      "a kernel's inputs may be spread over devices by rows (b) and heads (n) "
-      f"only: got axes ({' '.join(letters)}) spread as {spec}."
+      "arrays may be spread over devices by rows (b) and heads (n) only: got "
+      f"axes ({' '.join(names)}) spread as {spec}."
     )
 
   def specs(axes):

@@ -56,7 +56,7 @@ def _paper(
       segment_length=256,
       inner_batch=128,
       dtype="bfloat16",
-      remat=True,
+      remat="blocks",
     ),
     data=DataSettings(
       path="data/fineweb/*.parquet",

@@ -14,25 +14,22 @@ def get_config() -> ml_collections.ConfigDict:
   return ml_collections.ConfigDict(
     {
       # The task.
-      "length": 256,
-      "num_pairs": 16,
-      "train_pairs": (2, 4, 8, 16),
-      "vocab_size": 8192,
+      "stages": ((16, 4, 300), (32, 8, 300), (64, 16, 400)),
+      "vocab_size": 128,
       "random_fillers": False,
       # The model.
       "memory": "linear",
       "aggregate": "gated_residual",
       "gate": "context",
       "write_mode": "independent",
-      "segment_length": 32,
-      "dim": 64,
+      "segment_length": 8,
+      "dim": 32,
       "num_layers": 2,
       "num_heads": 2,
       # The training.
       "seeds": (0, 1, 2),
-      "steps": 2000,
-      "batch_size": 64,
-      "learning_rate": 3e-3,
+      "batch_tokens": 4096,
+      "learning_rate": 5e-3,
       "weight_decay": 0.1,
       "test_rows": 1024,
     }

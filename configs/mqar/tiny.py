@@ -13,14 +13,11 @@ from configs.mqar import small
 def get_config() -> ml_collections.ConfigDict:
   """The sizes of `small`, made tiny."""
   config = small.get_config()
-  config.length = 16
-  config.num_pairs = 2
-  config.train_pairs = (1, 2)
+  config.stages = ((8, 1, 2), (16, 2, 2))
   config.vocab_size = 32
   config.dim = 16
   config.segment_length = 4
   config.seeds = (0, 1)
-  config.steps = 4
-  config.batch_size = 4
+  config.batch_tokens = 64
   config.test_rows = 8
   return config

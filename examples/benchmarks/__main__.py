@@ -7,7 +7,7 @@ python -m examples.benchmarks [the arguments of `layer`]
 import sys
 from pathlib import Path
 
-from examples.benchmarks import compile_time, deep, layer
+from examples.benchmarks import compile_time, decode, deep, layer
 
 RESULTS = Path(__file__).with_name("results")
 
@@ -17,6 +17,8 @@ def main() -> None:
   layer.main([f"--out={out}", "--readme", *sys.argv[1:]])
   out = RESULTS / "deep_cpu.jsonl"
   deep.main([f"--out={out}", "--readme", *sys.argv[1:]])
+  out = RESULTS / "decode_cpu.jsonl"
+  decode.main([f"--out={out}", "--readme"])
   out = RESULTS / "compile_time_cpu.jsonl"
   compile_time.main([f"--out={out}", "--readme"])
 

@@ -55,7 +55,7 @@ def errors(
 def by_token(
   layer: Layer, params: PyTree, x: Float[Array, "b t d"], block: int = 64
 ) -> Float[Array, "b t d"]:
-  """Calls a layer once per token, carrying its state.
+  """Calls a layer, or a whole model, once per token, carrying its state.
 
   Args:
     layer: the layer.
@@ -77,7 +77,7 @@ def by_token(
 
   blocks = jnp.moveaxis(x, 1, 0).reshape(tokens // block, block, b, d)
   _, y = jax.lax.scan(many, layer.init_state(params, tokens), blocks)
-  return jnp.moveaxis(y.reshape(tokens, b, d), 0, 1)
+  return jnp.moveaxis(y.reshape(tokens, *y.shape[2:]), 0, 1)
 
 
 def worst_error(got: PyTree, want: PyTree) -> float:

@@ -16,6 +16,7 @@ from memcache_jax.caching import (
   Cached,
   Constant,
   GatedResidual,
+  MemorySoup,
   Residual,
   SparseSelective,
 )
@@ -85,9 +86,11 @@ def aggregator(
       return Residual()
     case "grm":
       return GatedResidual(pooling=pooling)
+    case "soup":
+      return MemorySoup(pooling=pooling)
     case "ssc":
       return SparseSelective(top_k=2, pooling=pooling)
-  raise ValueError(f"`name` must be residual, grm or ssc: got {name!r}.")
+  raise ValueError(f"`name` must be residual, grm, soup or ssc: got {name!r}.")
 
 
 def build(case: Case, implementation: Reference = None) -> Layer:

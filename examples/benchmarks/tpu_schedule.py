@@ -261,6 +261,21 @@ def measure(case: Case, dump: Path) -> dict:
   }
 
 
+def parts() -> dict[str, tuple]:
+  """Of the README: cases, and what measures one."""
+  # Import this module under its own name, for what reads it.
+  from examples.benchmarks import tpu_schedule_batches as batches
+  from examples.benchmarks import tpu_schedule_delta as delta
+  from examples.benchmarks import tpu_schedule_reads as reads
+
+  return {
+    "schedule": (CASES, measure),
+    "schedule-reads": (reads.CASES, reads.measure),
+    "schedule-delta": (delta.CASES, delta.measure),
+    "schedule-batches": (batches.CASES, batches.measure),
+  }
+
+
 def main(argv: list[str] | None = None) -> None:
   parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
   parser.add_argument("--readme", action="store_true", help="put it there")
@@ -277,19 +292,9 @@ def main(argv: list[str] | None = None) -> None:
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     "LIBTPU_INIT_ARGS": f"--xla_jf_dump_to={dump} --xla_jf_dump_llo_text=true",
   }
-  # Import this module under its own name, for what reads it.
-  from examples.benchmarks import tpu_schedule_batches as batches
-  from examples.benchmarks import tpu_schedule_delta as delta
-  from examples.benchmarks import tpu_schedule_reads as reads
-
-  parts = {
-    "schedule": (CASES, measure),
-    "schedule-reads": (reads.CASES, reads.measure),
-    "schedule-delta": (delta.CASES, delta.measure),
-    "schedule-batches": (batches.CASES, batches.measure),
-  }
-  for part in options.only or parts:
-    cases, of = parts[part]
+  tables = parts()
+  for part in options.only or tables:
+    cases, of = tables[part]
     rows = []
     for case in cases[: options.first]:
       rows.append(of(case, dump))

@@ -14,7 +14,7 @@ from examples.benchmarks.tpu_schedule import (
   count_bundles,
   xla_cycles,
 )
-from examples.benchmarks.tpu_schedule_reads import _array
+from examples.benchmarks.tpu_schedule_reads import array
 
 KERNEL = "memcache_mlp_memory_batches"
 
@@ -59,12 +59,12 @@ def measure(case: Batches, dump: Path) -> dict:
   t, n, w = case.tokens, case.heads, case.width
   network = MLP(hidden_factor=case.hidden // w)
   params = {
-    "w_in": _array(n, w, case.hidden),
-    "w_out": _array(n, case.hidden, w),
-    "ln_gain": _array(n, w),
-    "ln_bias": _array(n, w),
+    "w_in": array(n, w, case.hidden),
+    "w_out": array(n, case.hidden, w),
+    "ln_gain": array(n, w),
+    "ln_bias": array(n, w),
   }
-  x, gate = _array(1, t, n, w, dtype="bfloat16"), _array(1, t, n)
+  x, gate = array(1, t, n, w, dtype="bfloat16"), array(1, t, n)
 
   def run(implementation, x, params, step, gate):
     return mlp_memory(
@@ -78,7 +78,7 @@ def measure(case: Batches, dump: Path) -> dict:
       implementation=implementation,
     )
 
-  arrays = x, params, _array(1, t, n, 1), gate
+  arrays = x, params, array(1, t, n, 1), gate
   compiled = {
     name: jax.jit(functools.partial(run, name)).lower(*arrays).compile()
     for name in ("mosaic_tpu", "xla")

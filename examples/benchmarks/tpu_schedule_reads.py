@@ -283,12 +283,15 @@ def measure(case: Read, dump: Path) -> dict:
     "memory cycles": round(traffic / BYTES_PER_CYCLE),
     "temporaries": memory.temp_size_in_bytes,
     "XLA cycles": "",
+    "XLA / kernel": "",
     "all / selected": "",
   }
   if case.selected is None:
     form, arrays = _xla(case)
     text = jax.jit(form).lower(*arrays).compile().as_text()
-    row["XLA cycles"] = round(xla_cycles(text))
+    estimate = xla_cycles(text)
+    row["XLA cycles"] = round(estimate)
+    row["XLA / kernel"] = f"{estimate / cycles:.1f}x"
   if case.selected is not None:
     all_of = replace(case, selected=None)
     row["all / selected"] = f"{measure(all_of, dump)['cycles'] / cycles:.1f}x"

@@ -2,6 +2,7 @@
 
 import functools
 
+import jax
 import jax.numpy as jnp
 
 from examples.lm.settings import ModelSettings
@@ -24,6 +25,13 @@ from memcache_jax.memories import (
 )
 from memcache_jax.models import ModelConfig, Size
 
+# Made once: a policy equals no other.
+_REMAT = {
+  "none": False,
+  "blocks": True,
+  "segments": jax.checkpoint_policies.save_only_these_names("segment_ends"),
+}
+
 
 def model_config(settings: ModelSettings) -> ModelConfig:
   """The model that settings describe.
@@ -32,6 +40,10 @@ def model_config(settings: ModelSettings) -> ModelConfig:
     InputError: for a family or a kind of caching that does not exist, or not
       together.
   """
+  if settings.remat not in _REMAT:
+    raise InputError(
+      f"model.remat must be none, blocks or segments: got {settings.remat!r}"
+    )
   size = Size(
     dim=settings.dim,
     num_layers=settings.num_layers,
@@ -40,7 +52,7 @@ def model_config(settings: ModelSettings) -> ModelConfig:
     vocab_size=settings.vocab_size,
     tie_embeddings=settings.tie_embeddings,
     dtype=jnp.dtype(settings.dtype),
-    remat=settings.remat,
+    remat=_REMAT[settings.remat],
   )
   baselines = {
     "transformer": ModelConfig.transformer,

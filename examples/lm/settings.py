@@ -45,7 +45,9 @@ class ModelSettings:
     write_mode: of cached memories, independent or checkpoint.
     tie_embeddings: whether the output layer is the transposed embedding.
     dtype: of products; weights and state are float32.
-    remat: whether to recompute blocks in the backward pass.
+    remat: what the backward pass computes anew: none; blocks, all of each; or
+      segments, what is in them, but not what they left, which then need not be
+      exchanged again between devices of mesh.sequence.
   """
 
   family: str = "titans"
@@ -62,7 +64,7 @@ class ModelSettings:
   write_mode: str = "independent"
   tie_embeddings: bool = True
   dtype: str = "float32"
-  remat: bool = False
+  remat: str = "none"
 
 
 @dataclass(frozen=True)
@@ -129,11 +131,14 @@ class MeshSettings:
     data: rows, with all weights on each device.
     fsdp: rows, with the weights and moments spread.
     tensor: heads, hidden units and vocabulary.
+    sequence: segments of a row, in models of cached memories alone that are
+      written independently.
   """
 
   data: int = 1
   fsdp: int = -1
   tensor: int = 1
+  sequence: int = 1
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,10 @@
 
 Rows of a batch lie over the axes data and fsdp. Weights and the moments of the
 optimiser are spread over fsdp along the model width, and over tensor along
-heads, hidden units and vocabulary. The axes of the mesh are Explicit: how every
-array lies is part of its type, so that what would have to be moved unasked is
-an error, and kernels run on the rows and heads that a device holds. The
-compiler inserts the communication.
+heads, hidden units and vocabulary; sequence spreads the segments of a row. The
+axes of the mesh are Explicit: how every array lies is part of its type, so that
+what would have to be moved unasked is an error, and kernels run on the rows and
+heads that a device holds. The compiler inserts the communication.
 """
 
 import functools
@@ -27,7 +27,7 @@ from examples.workdir import InputError
 from memcache_jax.layers import InitialMemory, Projection
 from memcache_jax.models import Embedding, ModelConfig
 
-AXES = ("data", "fsdp", "tensor")
+AXES = ("data", "fsdp", "tensor", "sequence")
 
 # Those over which the rows of a batch lie.
 ROWS = ("data", "fsdp")
@@ -89,6 +89,7 @@ def layout(settings: Settings, mesh: jax.sharding.Mesh) -> Layout:
       f"batch_size / accumulate, {rows}, must be a multiple of the devices "
       f"along data and fsdp, {devices}"
     )
+  _check_sequence(settings, mesh.shape["sequence"])
   letters = axis_letters(model_config(settings.model))
 
   def place(path, leaf):
@@ -99,9 +100,35 @@ def layout(settings: Settings, mesh: jax.sharding.Mesh) -> Layout:
   return Layout(
     mesh=mesh,
     state=jax.tree_util.tree_map_with_path(place, abstract),
-    batch=jax.NamedSharding(mesh, jax.P(_used(mesh, ROWS))),
+    batch=jax.NamedSharding(
+      mesh, jax.P(_used(mesh, ROWS), _used(mesh, ("sequence",)) or None)
+    ),
     everywhere=jax.NamedSharding(mesh, jax.P()),
   )
+
+
+def _check_sequence(settings: Settings, devices: int) -> None:
+  """Raises InputError unless segments can be spread over devices."""
+  if devices == 1:
+    return
+  model = settings.model
+  if (
+    model.family not in ("swla", "dla", "titans", "memora")
+    or model.caching not in ("grm", "soup", "ssc")
+    or model.write_mode != "independent"
+    or settings.data.packing != "aligned"
+  ):
+    raise InputError(
+      "mesh.sequence above 1 takes model.family swla, dla, titans or memora, "
+      "model.caching grm, soup or ssc, model.write_mode independent and "
+      f"data.packing aligned: got {model.family}, {model.caching}, "
+      f"{model.write_mode} and {settings.data.packing}"
+    )
+  if settings.length % (devices * model.segment_length):
+    raise InputError(
+      "length must be a multiple of mesh.sequence times model.segment_length: "
+      f"got {settings.length}, {devices} and {model.segment_length}"
+    )
 
 
 def _used(mesh: jax.sharding.Mesh, axes: tuple[str, ...]) -> tuple[str, ...]:
@@ -208,7 +235,8 @@ def on_mesh(tree: Any, shardings: Any) -> Any:
 
 def local_rows(sharding: jax.NamedSharding, batch_size: int) -> list[int]:
   """Rows of a batch that devices of this process hold, in order."""
-  indices = sharding.addressable_devices_indices_map((batch_size, 1))
+  whole = jax.NamedSharding(sharding.mesh, jax.P(*sharding.spec[:1]))
+  indices = whole.addressable_devices_indices_map((batch_size, 1))
   rows = {
     row
     for index in indices.values()
@@ -227,7 +255,7 @@ def global_batch(
   def put(x):
     def part(index):
       first, stop, _ = index[0].indices(batch_size)
-      return x[place[first] : place[first] + stop - first]
+      return x[place[first] : place[first] + stop - first, *index[1:]]
 
     shape = (batch_size, *x.shape[1:])
     return jax.make_array_from_callback(shape, sharding, part)

@@ -52,7 +52,9 @@ def _mixer(settings: Settings) -> MixerSpec:
         "`aggregate` must be 'none' for attention, which has no memory to "
         f"cache: got {settings.aggregate!r}."
       )
-    return AttentionSpec(settings.num_heads)
+    # Convolutions like those of the memories: without them two layers have to
+    # find each other first, which takes most of the training.
+    return AttentionSpec(settings.num_heads, conv_width=4)
   memory = _memory(settings)
   if settings.aggregate != "none":
     kind = Logarithmic if settings.aggregate == "logarithmic" else Constant
@@ -80,7 +82,8 @@ def _memory(settings: Settings) -> Memory:
 def _aggregator(settings: Settings) -> Aggregator:
   gate = {"gate": settings.gate}
   if settings.gate == "input":
-    gate["max_segments"] = -(-settings.length // settings.segment_length)
+    longest = max(stage.length for stage in settings.stages)
+    gate["max_segments"] = -(-longest // settings.segment_length)
   match settings.aggregate:
     case "residual":
       return Residual()

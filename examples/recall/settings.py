@@ -1,7 +1,7 @@
 """What defines a run; equal settings and an equal seed give equal numbers."""
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 from memcache_jax.tasks import MQAR
 
@@ -15,15 +15,29 @@ GateName = Literal["context", "input", "shared", "none"]
 WriteMode = Literal["independent", "checkpoint"]
 
 
+class Stage(NamedTuple):
+  """A part of the training.
+
+  Attributes:
+    length: tokens per row.
+    num_pairs: keys and values to remember.
+    steps: updates of the weights.
+  """
+
+  length: int
+  num_pairs: int
+  steps: int
+
+
 @dataclass(frozen=True)
 class Settings:
   """Sizes of the task, the model and the training.
 
   Attributes:
-    length: tokens per row.
-    num_pairs: keys and values to remember, in the rows to measure on.
-    train_pairs: those of the rows to train on; batches take turns. Few pairs
-      are learned soon, and many of them after that.
+    stages: lengths, numbers of pairs and steps, in this order, as `Stage` or
+      plain tuples. What is hardly ever found in long rows is found soon in
+      short ones, and carried on to the longer ones of the next stage. The
+      last stage is the task that is measured.
     vocab_size: ids of the task and the model.
     random_fillers: whether blanks are filled with random ids.
     memory: what every layer remembers with.
@@ -36,16 +50,13 @@ class Settings:
     dim: model width.
     num_layers: blocks.
     num_heads: heads per layer.
-    steps: updates of the weights.
-    batch_size: rows per step.
+    batch_tokens: tokens per step, the same for rows of every length.
     learning_rate: its peak, after the warm-up.
     weight_decay: of the weights that `weight_decay_mask` names.
     test_rows: rows to measure on, the same for every seed.
   """
 
-  length: int
-  num_pairs: int
-  train_pairs: tuple[int, ...]
+  stages: tuple[Stage, ...]
   vocab_size: int
   random_fillers: bool
   memory: MemoryName
@@ -56,8 +67,7 @@ class Settings:
   dim: int
   num_layers: int
   num_heads: int
-  steps: int
-  batch_size: int
+  batch_tokens: int
   learning_rate: float
   weight_decay: float
   test_rows: int
@@ -75,14 +85,41 @@ class Settings:
           f"`{name}` must be one of {get_args(choices)}: got {value!r}."
         )
 
-    if not self.train_pairs:
-      raise ValueError("`train_pairs` must not be empty.")
+    if not self.stages:
+      raise ValueError("`stages` must not be empty.")
+    stages = []
+    for stage in self.stages:
+      if len(stage) != 3:
+        raise ValueError(
+          "`stages` must hold a length, a number of pairs and steps each: got "
+          f"{stage!r}."
+        )
+      stage = Stage(*stage)
+      self.task(stage)  # raises for sizes that do not go together
+      if stage.steps < 1:
+        raise ValueError(f"`steps` must be at least 1: got {stage.steps}.")
+      if stage.length > self.batch_tokens:
+        raise ValueError(
+          f"`batch_tokens` must hold a row of {stage.length} tokens: got "
+          f"{self.batch_tokens}."
+        )
+      stages.append(stage)
+    object.__setattr__(self, "stages", tuple(stages))
 
-  def task(self, num_pairs: int) -> MQAR:
-    """The source of rows with this many pairs."""
+  @property
+  def steps(self) -> int:
+    """Updates of the weights, all stages together."""
+    return sum(stage.steps for stage in self.stages)
+
+  def task(self, stage: Stage) -> MQAR:
+    """The source of the rows of a stage."""
     return MQAR(
-      length=self.length,
-      num_pairs=num_pairs,
+      length=stage.length,
+      num_pairs=stage.num_pairs,
       vocab_size=self.vocab_size,
       random_fillers=self.random_fillers,
     )
+
+  def rows(self, stage: Stage) -> int:
+    """Rows per step of a stage."""
+    return self.batch_tokens // stage.length

@@ -76,16 +76,17 @@ def ablations(base: Settings) -> dict[str, Settings]:
 
 def sizes(base: Settings) -> dict[str, Settings]:
   """The headline's memories over numbers of pairs, lengths and widths."""
+  *before, last = base.stages
   entries = {}
   for name, entry in headline(base).items():
-    for pairs in (max(1, base.num_pairs // 2), base.num_pairs):
-      few = tuple(n for n in entry.train_pairs if n <= pairs) or (pairs,)
-      entries[f"{name}, {pairs} pairs"] = replace(
-        entry, num_pairs=pairs, train_pairs=few
-      )
+    for pairs in (max(1, last.num_pairs // 2), last.num_pairs):
+      stages = (*before, last._replace(num_pairs=pairs))
+      entries[f"{name}, {pairs} pairs"] = replace(entry, stages=stages)
     for factor in (2, 4):
-      length = factor * entry.length
-      entries[f"{name}, length {length}"] = replace(entry, length=length)
+      longer = last._replace(length=factor * last.length)
+      entries[f"{name}, length {longer.length}"] = replace(
+        entry, stages=(*base.stages, longer)
+      )
     for dim in (base.dim // 2, 2 * base.dim):
       entries[f"{name}, width {dim}"] = replace(entry, dim=dim)
   return entries

@@ -91,12 +91,12 @@ def train(
   """
   params = model.initial_params(settings, jnp.asarray(seed))
   state = TrainState(params, optimizer(settings).init(params))
-  tasks = [settings.task(pairs) for pairs in settings.train_pairs]
+  stages = [stage for stage in settings.stages for _ in range(stage.steps)]
   every, losses = -(-settings.steps // 20), []
-  for step in range(1, settings.steps + 1):
+  for step, stage in enumerate(stages, start=1):
     rng = np.random.default_rng([TRAIN, seed, step])
-    task = tasks[step % len(tasks)]
-    batch = jax.device_put(task.batch(rng, settings.batch_size))
+    rows = settings.task(stage).batch(rng, settings.rows(stage))
+    batch = jax.device_put(rows)
     state, loss = train_step(
       settings, state, batch.tokens, batch.targets, batch.answer_mask
     )
@@ -108,15 +108,15 @@ def train(
 
 
 def accuracy(settings: Settings, params: nnx.State) -> float:
-  """Token accuracy on the test rows."""
+  """Token accuracy on test rows of the last stage."""
   rng = np.random.default_rng([TEST])
-  task = settings.task(settings.num_pairs)
-  rows = task.batch(rng, settings.test_rows)
-  size = min(settings.batch_size, settings.test_rows)
+  stage = settings.stages[-1]
+  rows = settings.task(stage).batch(rng, settings.test_rows)
+  size = min(settings.rows(stage), settings.test_rows)
   predictions = []
   for start in range(0, settings.test_rows, size):
     part = rows.tokens[start : start + size]
     # The last part is filled up, so that all share one compilation.
-    padded = np.resize(part, (size, settings.length))
+    padded = np.resize(part, (size, stage.length))
     predictions.append(predict(settings, params, padded)[: len(part)])
   return token_accuracy(np.concatenate(predictions), rows)

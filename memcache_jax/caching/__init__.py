@@ -21,6 +21,11 @@ from memcache_jax.caching._segments import (
   Logarithmic,
   Segments,
 )
+from memcache_jax.caching._selection import (
+  GumbelTopK,
+  HardTopK,
+  StraightThrough,
+)
 from memcache_jax.caching._sparse_selective import SparseSelective
 
 __all__ = [
@@ -32,6 +37,8 @@ __all__ = [
   "DropOldest",
   "Explicit",
   "GatedResidual",
+  "GumbelTopK",
+  "HardTopK",
   "KeepMostUsed",
   "Logarithmic",
   "LogarithmicThinning",
@@ -41,4 +48,5 @@ __all__ = [
   "Residual",
   "Segments",
   "SparseSelective",
+  "StraightThrough",
 ]

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from memcache_jax.array_typing import Array, Bool, Float, Int
+from memcache_jax.caching import _ranks
 from memcache_jax.memories._base import Gate
 from memcache_jax.ops import _checks
 
@@ -23,11 +24,26 @@ Pool: TypeAlias = Literal["mean", "sum"]
 
 
 class Selection(NamedTuple):
-  """A few cached memories per token, their weights, and that of the online."""
+  """A few cached memories per token, their weights, and that of the online.
 
-  index: Int[Array, "*rows r"]  # -1: none
+  Attributes:
+    index: of the memories; -1 for none.
+    weights: of each.
+    own: that of the online memory.
+    others: weights of all cached memories that were not selected, which are 0
+      and differentiated: the backward pass reads those memories, too. None:
+      nothing is known of them.
+  """
+
+  index: Int[Array, "*rows r"]
   weights: Float[Array, "*rows r"]
   own: Float[Array, "*rows"]
+  others: Float[Array, "*rows s"] | None = None
+
+  def all_weights(self, slots: int) -> Float[Array, "*rows s"]:
+    """The weights of all cached memories."""
+    weights = _ranks.spread(self.weights, self.index, slots)
+    return weights if self.others is None else weights + self.others
 
 
 Weights: TypeAlias = tuple[Float[Array, "*rows s"], Float[Array, "*rows"]]
@@ -39,6 +55,8 @@ class Aggregator:
 
   # Segments of a document that the gates know; None for any number.
   max_segments: ClassVar[int | None] = None
+  # Tokens that share what the first of them selects.
+  block: ClassVar[int] = 1
 
   @property
   def mixes_parameters(self) -> bool:
@@ -81,21 +99,49 @@ class Aggregator:
     """
     raise NotImplementedError
 
-  def select(
+  # A few memories per token, for ways that have `max_selected`.
+
+  @property
+  def max_selected(self) -> int | None:
+    """Most cached memories that a token reads; None: all it can."""
+    return None
+
+  @property
+  def draws(self) -> bool:
+    """Whether noise is added to the relevance of memories in training."""
+    return False
+
+  def choose(
     self,
-    logits: Float[Array, "*rows s"] | None,
-    own_logit: Float[Array, "*rows"] | None,
+    scores: Float[Array, "*rows s"],
     readable: Bool[Array, "*#rows s"],
-  ) -> Selection | None:
-    """The few memories with a weight that is not 0; None where all have one.
+  ) -> Int[Array, "*rows r"]:
+    """The memories that each token reads, -1 for none.
 
     Args:
-      logits: see `weights`, which this must agree with.
-      own_logit: see `weights`.
+      scores: relevance of every cached memory, with noise if there is any.
       readable: see `weights`.
     """
-    del logits, own_logit, readable
-    return None
+    raise NotImplementedError
+
+  def gate_chosen(
+    self,
+    index: Int[Array, "*rows r"],
+    logits: Float[Array, "*rows s"],
+    own_logit: Float[Array, "*rows"],
+    readable: Bool[Array, "*#rows s"],
+    scores: Float[Array, "*rows s"],
+  ) -> Selection:
+    """The weights of chosen memories.
+
+    Args:
+      index: what was chosen.
+      logits: see `weights`.
+      own_logit: see `weights`.
+      readable: see `weights`.
+      scores: see `choose`.
+    """
+    raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -211,7 +257,9 @@ class Gated(Aggregator):
     if self.gate == "none":
       ones = readable.astype(jnp.float32)
       return ones, jnp.ones(readable.shape[:-1], jnp.float32)
-    return _softmax(logits, own_logit, readable)
+    assert logits is not None  # see `router`
+    assert own_logit is not None
+    return softmax(logits, own_logit, readable)
 
 
 @dataclass(frozen=True)
@@ -257,7 +305,12 @@ class MemorySoup(Gated):
     return True
 
 
-def _softmax(logits, own_logit, readable) -> Weights:
+def softmax(
+  logits: Float[Array, "*rows s"],
+  own_logit: Float[Array, "*rows"],
+  readable: Bool[Array, "*#rows s"],
+) -> Weights:
+  """Gates of the readable memories and of the online one, 1 together."""
   low = jnp.finfo(jnp.float32).min
   logits = jnp.where(readable, logits, low)
   top = jnp.maximum(jnp.max(logits, axis=-1, initial=low), own_logit)

@@ -18,7 +18,9 @@ def run(cached, params, state, tokens):
     shape = tokens.head_shape
     state = cached.empty_state(params, shape, b, cached.policy.slots)
     state = sharding.rows_like(state, tokens.q)
-  inner = Tokens(tokens.q, tokens.k, tokens.v, dict(tokens.gates))
+  inner = Tokens(
+    tokens.q, tokens.k, tokens.v, dict(tokens.gates), seeds=tokens.seeds
+  )
   inner = layout.spread(inner)
   g, c = inner.q.shape[1:3]
   valid, fresh = layout.valid, layout.fresh

@@ -2,11 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
 
+from memcache_jax import sharding
 from memcache_jax.array_typing import (
   Array,
   Bool,
@@ -22,6 +23,7 @@ from memcache_jax.caching import (
   _layout,
   _levels,
   _one_segment,
+  _over_devices,
   _segment_scan,
 )
 from memcache_jax.caching._aggregators import Aggregator, GatedResidual
@@ -75,6 +77,8 @@ class Cached(Memory):
   aggregate: Aggregator = GatedResidual()
   write_mode: Literal["independent", "checkpoint"] = "independent"
   policy: CachePolicy | None = None
+
+  spreads_tokens: ClassVar[bool] = True
 
   def __post_init__(self):
     if isinstance(self.memory, Cached):
@@ -183,6 +187,9 @@ class Cached(Memory):
     pool = jnp.zeros((batch, n, k), jnp.float32)
     levels = self.segments.levels(slots)
     counts_use = self.policy is not None and self.policy.counts_use
+    choice = None
+    if self.aggregate.block > 1:
+      choice = jnp.full((batch, n, self.aggregate.max_selected), -1, jnp.int32)
     return CacheState(
       online=online,
       pool=pool,
@@ -195,6 +202,7 @@ class Cached(Memory):
       count=jnp.zeros((batch,), jnp.int32),
       levels=_levels.empty(online, pool, levels, self.write_mode),
       use=jnp.zeros((batch, slots), jnp.float32) if counts_use else None,
+      chosen=choice,
     )
 
   def check_state(
@@ -262,7 +270,12 @@ class Cached(Memory):
 
     With state None the returned one has room for the segments of this call
     and no more: start from `init_state` to go on.
+
+    Tokens may be spread over devices, see `_over_devices`.
     """
+    check_tokens(self, tokens)
+    if sharding.spec_of(tokens.q)[1] is not None:
+      return _over_devices.run(self, params, state, tokens)
     y, state, _ = self.inspect(params, state, tokens)
     return y, state
 

@@ -4,9 +4,11 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from memcache_jax import token_layout
 from memcache_jax.array_typing import Array, Bool, Float, Int, State
+from memcache_jax.caching import _blocks
 from memcache_jax.caching._levels import Levels
 from memcache_jax.caching._state import CacheState, first_kept
 
@@ -31,12 +33,23 @@ class Written(NamedTuple):
   keys: Float[Array, "b g n k"]  # pooled over the tokens of that memory
   online: State  # after the last token
   levels: Levels | None
+  chosen: Int[Array, "b n r"] | None = None  # by the block of the last token
+
+
+def keep_ends(written: Written) -> Written:
+  """Names what segments left, for policies of `jax.checkpoint`."""
+  name = lambda x: checkpoint_name(x, "segment_ends")
+  return written._replace(
+    memories=jax.tree.map(name, written.memories), keys=name(written.keys)
+  )
 
 
 def advance(cached, params, state, tokens, layout, segments, written):
   """The state after the call."""
-  b, t = tokens.q.shape[:2]
-  slots = cached.capacity(t) if state is None else state.index.shape[1]
+  b = tokens.q.shape[0]
+  slots = cached.capacity(layout.tokens)
+  if state is not None:
+    slots = state.index.shape[1]
   last = layout.last
   if isinstance(last, int):
     last = jnp.full((b,), last)
@@ -67,7 +80,9 @@ def advance(cached, params, state, tokens, layout, segments, written):
     index=jnp.where(index >= 0, index, -1),
     count=count,
     levels=written.levels,
+    chosen=written.chosen,
   )
+  new_state = _blocks.carry(cached.aggregate.block, new_state)
   if layout.lost is None:
     return new_state
   return poison(new_state, layout.lost)

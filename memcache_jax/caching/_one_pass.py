@@ -6,7 +6,12 @@ import jax.numpy as jnp
 from memcache_jax.caching import _next_state, _router
 from memcache_jax.caching._next_state import Written
 from memcache_jax.caching._one_segment import memory_tokens
-from memcache_jax.caching._weights import stored_memories, weigh
+from memcache_jax.caching._weights import (
+  last_choice,
+  selects,
+  stored_memories,
+  weigh,
+)
 
 
 def takes(cached, tokens, carried) -> bool:
@@ -15,6 +20,8 @@ def takes(cached, tokens, carried) -> bool:
     # Longer blocks are written apart; and where all tokens of a segment mix
     # alike, one mix of the memories is read instead.
     return False
+  if selects(cached.aggregate, carried + tokens.q.shape[1] - 1):
+    return False  # which reads all memories
   return cached.memory.scans_segments(tokens, carried)
 
 
@@ -26,7 +33,7 @@ def run(cached, params, state, layout, tokens, segments):
   # Gates depend on keys alone.
   nothing = None if state is None else state._replace(memories=None)
   stored = stored_memories(nothing, Written(None, keys, None, None), segments)
-  weights, own, _ = weigh(cached, stored, segments, tokens)
+  weights, own, chosen, _ = weigh(cached, state, stored, segments, tokens)
   memory = cached.memory
   y, ends = memory.scan_segments(
     params,
@@ -43,5 +50,11 @@ def run(cached, params, state, layout, tokens, segments):
     online = jax.tree.map(lambda x: x[:, layout.last], ends)
   else:
     online = _next_state.take_block(ends, layout.last)
-  written = Written(jax.vmap(memory.snapshot, 1, 1)(ends), keys, online, None)
+  written = Written(
+    memories=jax.vmap(memory.snapshot, 1, 1)(ends),
+    keys=keys,
+    online=online,
+    levels=None,
+    chosen=last_choice(cached, layout, segments, stored, chosen),
+  )
   return y, weights, own, written

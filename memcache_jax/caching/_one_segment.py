@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from memcache_jax import token_layout
-from memcache_jax.caching import _levels, _router
+from memcache_jax.caching import _blocks, _levels, _router
 from memcache_jax.caching._segments import block_level
 from memcache_jax.caching._sparse_read import read_selected
 from memcache_jax.caching._weights import mix
@@ -38,7 +38,7 @@ def run(cached, params, state, tokens):
   own_key = _router.pooled(cached.aggregate, running, count)
 
   readable = (state.index >= 0)[:, None, None]
-  logits, own_logit = _router.route(
+  relevance = _router.route(
     cached.aggregate,
     tokens,
     state.keys,
@@ -47,7 +47,15 @@ def run(cached, params, state, tokens):
     jnp.broadcast_to(state.count[:, None], (b, t)),
   )
   readable = jnp.broadcast_to(readable, (*tokens.q.shape[:3], slots))
-  weights, own, selection = mix(cached.aggregate, logits, own_logit, readable)
+
+  def share(choose, *inputs):
+    return _blocks.share_in_order(
+      cached.aggregate.block, choose(*inputs), state, count, mask
+    )
+
+  weights, own, chosen, selection = mix(
+    cached.aggregate, relevance, readable, share
+  )
   y, online = _read(cached, params, state, tokens, weights, own, selection)
   lost = _router.beyond(cached, state.count, slots)
   y = jnp.where(lost[:, None, None, None], jnp.nan, y)
@@ -60,12 +68,18 @@ def run(cached, params, state, tokens):
     levels=_write_levels(cached, params, state, tokens, mask),
     use=_count_use(state, weights, mask),
   )
+  if after.chosen is not None and chosen is not None:
+    top_k = after.chosen.shape[-1]
+    after = after._replace(
+      chosen=_blocks.numbers(chosen[:, -1], state.index, top_k)
+    )
   done = after.position == cached.segments.length
   if tokens.segment_ends is not None:
     known = state.count < cached.segments.max_flagged
     done |= (tokens.segment_ends & mask)[:, 0] & known
   done &= ~_impossible(y)
   state = _cache(cached, params, after, done, tokens.head_shape)
+  state = _blocks.carry(cached.aggregate.block, state)
   weights = jnp.concatenate([weights, own[..., None]], axis=-1)
   return y.astype(tokens.v.dtype), state, weights
 
@@ -80,14 +94,7 @@ def _read(cached, params, state, tokens, weights, own, selection):
   y, online = memory.scan(params, state.online, inner)
   y = own[..., None] * y.astype(jnp.float32)
   if selection is not None:
-    y += read_selected(
-      memory,
-      params,
-      state.memories,
-      tokens.q,
-      selection.index,
-      selection.weights,
-    )
+    y += read_selected(memory, params, state.memories, tokens.q, selection)
   elif weights.shape[-1]:
     y += memory.read_many(params, state.memories, tokens.q, weights)
   return y, online

@@ -1,5 +1,8 @@
 """Relevance of stored memories to tokens: queries against pooled keys."""
 
+from typing import NamedTuple
+
+import jax
 import jax.numpy as jnp
 
 from memcache_jax.array_typing import Array, Bool, Float, Int
@@ -18,6 +21,17 @@ def pooled(
   return total / jnp.maximum(count, 1)[..., None, None].astype(jnp.float32)
 
 
+class Relevance(NamedTuple):
+  """Logits of the cached memories and of the online one; None without them.
+
+  `scores` are those of the cached ones with what noise there is.
+  """
+
+  logits: Float[Array, "*rows s"] | None
+  own: Float[Array, "*rows"] | None
+  scores: Float[Array, "*rows s"] | None
+
+
 def route(
   aggregate: Aggregator,
   tokens: Tokens,
@@ -25,8 +39,8 @@ def route(
   own_key: Float[Array, "b t n k"] | None,
   index: Int[Array, "b s"],
   own_index: Int[Array, "b t"],
-) -> tuple[Float[Array, "b t n s"] | None, Float[Array, "b t n"] | None]:
-  """Logits of the cached memories and of the online one.
+) -> Relevance:
+  """Relevance [b t n ...] of memories to tokens.
 
   Args:
     aggregate: says what to compare.
@@ -36,20 +50,35 @@ def route(
     index: number in its document of every cached segment.
     own_index: number in its document of each token's own segment.
   """
-  match aggregate.router:
-    case "none":
-      return None, None
-    case "input":
-      logits = tokens.gates["slot_logits"].astype(jnp.float32)
-      own = _slot(logits, own_index[..., None])[..., 0]
-      return _slot(logits, index[:, None]), own
-    case "shared":
-      u = tokens.q
-    case _:
-      u = tokens.gates["u"]
-  u = u.astype(jnp.float32)
-  own = jnp.sum(u * own_key, axis=-1)
-  return jnp.einsum("btnk,bsnk->btns", u, keys), own
+  if aggregate.router == "none":
+    return Relevance(None, None, None)
+  if aggregate.router == "input":
+    slots = tokens.gates["slot_logits"].astype(jnp.float32)
+    logits = _slot(slots, index[:, None])
+    own = _slot(slots, own_index[..., None])[..., 0]
+  else:
+    u = tokens.q if aggregate.router == "shared" else tokens.gates["u"]
+    u = u.astype(jnp.float32)
+    logits = jnp.einsum("btnk,bsnk->btns", u, keys)
+    own = jnp.sum(u * own_key, axis=-1)
+  scores = logits
+  if aggregate.draws and tokens.seeds is not None:
+    scores = logits + _gumbel(tokens.seeds, index, logits.shape[2])
+  return Relevance(logits, own, scores)
+
+
+def _gumbel(seeds, index, heads) -> Float[Array, "b t n s"]:
+  """Noise that a token's seed and a segment's number fix, in any call."""
+
+  def draw(seed, index):
+    # Of this kind whatever the default is: others ignore keys they are
+    # mapped over.
+    key = jax.random.key(seed, impl="threefry2x32")
+    return jax.random.gumbel(jax.random.fold_in(key, index), (heads,))
+
+  draw = jax.vmap(draw, (None, 0), 1)  # over segments
+  draw = jax.vmap(draw, (0, None))  # over tokens
+  return jax.vmap(draw)(seeds, index)
 
 
 def _slot(logits, index):

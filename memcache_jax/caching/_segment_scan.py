@@ -16,7 +16,7 @@ from memcache_jax.caching import (
 from memcache_jax.caching._next_state import CallSegments, Written
 from memcache_jax.caching._one_segment import memory_tokens
 from memcache_jax.caching._segments import block_level
-from memcache_jax.caching._weights import stored_memories, weigh
+from memcache_jax.caching._weights import last_choice, stored_memories, weigh
 from memcache_jax.memories._base import HeadShape, Tokens
 
 # Tokens of a call only read memories of earlier segments. The segments are cut
@@ -30,9 +30,11 @@ _SEGMENTS_PER_BAND = 4
 def run(cached, params, state, tokens):
   """Writes and reads many tokens; returns y, state and weights."""
   layout = _layout.lay_out(tokens, state, cached.segments)
-  inner = Tokens(tokens.q, tokens.k, tokens.v, dict(tokens.gates))
+  inner = Tokens(
+    tokens.q, tokens.k, tokens.v, dict(tokens.gates), seeds=tokens.seeds
+  )
   inner = layout.spread(inner)
-  segments = _describe(cached, state, layout, inner.k)
+  segments = describe(cached, state, layout, inner.k)
   carried = 0 if state is None else state.index.shape[1]
   run_segments = _in_two_passes
   if _one_pass.takes(cached, inner, carried):
@@ -55,16 +57,25 @@ def run(cached, params, state, tokens):
 
 def _in_two_passes(cached, params, state, layout, tokens, segments):
   """Writes all segments, then reads them; returns what `_one_pass.run` does."""
-  y, start, ends, online = _write(cached, params, state, layout, tokens)
+  y, start, ends, online = write(cached, params, state, layout, tokens)
   written = _finish(
     cached, params, state, layout, tokens, segments, ends, online
   )
+  written = _next_state.keep_ends(written)
   stored = stored_memories(state, written, segments)
-  weights, own, selection = weigh(cached, stored, segments, tokens)
+  weighed = weigh(cached, state, stored, segments, tokens)
+  chosen = last_choice(cached, layout, segments, stored, weighed.chosen)
+  written = written._replace(chosen=chosen)
+  y = read(cached, params, layout, tokens, stored, weighed, y, start)
+  return y, weighed.weights, weighed.own, written
+
+
+def read(cached, params, layout, tokens, stored, weighed, y, start):
+  """Reads [b g c n v] of the stored memories and the online ones, combined."""
+  weights, own, _, selection = weighed
   if selection is not None:
     y = own[..., None] * y.astype(jnp.float32)
-    y += _read_selected(cached, params, stored, tokens, selection)
-    return y, weights, own, written
+    return y + _read_selected(cached, params, stored, tokens, selection)
   carried = stored.index.shape[1] - y.shape[1] + 1
   parts = []
   for first, last in _bands(y.shape[1]):
@@ -75,7 +86,7 @@ def _in_two_passes(cached, params, state, layout, tokens, segments):
     )
     memories = jax.tree.map(lambda x, s=slots: x[:, :s], stored.memories)
     parts.append(_read(cached, params, memories, *band))
-  return jnp.concatenate(parts, axis=1), weights, own, written
+  return jnp.concatenate(parts, axis=1)
 
 
 def _bands(blocks: int) -> list[tuple[int, int]]:
@@ -84,7 +95,7 @@ def _bands(blocks: int) -> list[tuple[int, int]]:
   return list(zip(edges[:-1], edges[1:], strict=True))
 
 
-def _describe(cached, state, layout, k) -> CallSegments:
+def describe(cached, state, layout, k) -> CallSegments:
   b, g, c, _, _ = k.shape
   k = k.astype(jnp.float32)
   # A matmul with a triangle of ones: faster than a cumulative sum, forwards
@@ -100,10 +111,7 @@ def _describe(cached, state, layout, k) -> CallSegments:
   fresh = layout.fresh
   if fresh is None:
     fresh = jnp.zeros((b, g), bool)
-  document = jnp.cumsum(fresh, axis=1, dtype=jnp.int32)
-  block = jnp.arange(g, dtype=jnp.int32)[None]
-  first = jax.lax.cummax(jnp.where(fresh, block, 0), axis=1)
-  index = block - first
+  index, document = number(fresh)
   if state is not None:
     old = document == 0
     index = index + jnp.where(old, state.count[:, None], 0)
@@ -128,7 +136,15 @@ def _describe(cached, state, layout, k) -> CallSegments:
   )
 
 
-def _write(cached, params, state, layout, tokens):
+def number(fresh):
+  """Index in its document, and document, of segments [b g] of a call."""
+  document = jnp.cumsum(fresh, axis=1, dtype=jnp.int32)
+  block = jnp.arange(fresh.shape[1], dtype=jnp.int32)[None]
+  first = jax.lax.cummax(jnp.where(fresh, block, 0), axis=1)
+  return block - first, document
+
+
+def write(cached, params, state, layout, tokens):
   """Online reads [b g c n v], start and end states [b g ...], last state.
 
   Start states are None where every segment starts a new sequence.
@@ -243,12 +259,11 @@ def _read(cached, params, memories, y, start, tokens, valid, own, weights):
 
 
 def _read_selected(cached, params, stored, tokens, selection):
-  q, index, weights = (
-    rearrange(x, "b g c ... -> b (g c) ...")
-    for x in (tokens.q, selection.index, selection.weights)
+  q, selection = jax.tree.map(
+    lambda x: rearrange(x, "b g c ... -> b (g c) ..."), (tokens.q, selection)
   )
   y = _sparse_read.read_selected(
-    cached.memory, params, stored.memories, q, index, weights
+    cached.memory, params, stored.memories, q, selection
   )
   return y.reshape(*tokens.q.shape[:3], *y.shape[2:])
 

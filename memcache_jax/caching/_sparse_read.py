@@ -6,10 +6,14 @@ one read of many queries, whatever the memory is; then pairs go back to their
 tokens.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
-from memcache_jax.array_typing import Array, Float, Int, Params, State
+from memcache_jax import sharding
+from memcache_jax.array_typing import Array, Float, Params, State
+from memcache_jax.caching._aggregators import Selection
 from memcache_jax.memories._base import Memory
 from memcache_jax.ops.cache_read._plan import make_plan
 
@@ -22,8 +26,7 @@ def read_selected(
   params: Params,
   memories: State,
   q: Float[Array, "b t n k"],
-  index: Int[Array, "b t n r"],
-  weights: Float[Array, "b t n r"],
+  selection: Selection,
 ) -> Float[Array, "b t n v"]:
   """Sum of the reads of r memories per token and head, gated; float32.
 
@@ -35,10 +38,37 @@ def read_selected(
     params: its parameters.
     memories: stored ones, leaves [b s n ...].
     q: queries.
-    index: which of them each token reads, without repetition; -1 for none.
-    weights: the gate of each.
+    selection: which of them each token and head reads, without repetition.
   """
-  return memory.read_selected(params, memories, q, index, weights, _read)
+  index, weights, _, others = selection
+  y = memory.read_selected(params, memories, q, index, weights, _read)
+  if others is None:
+    return y
+  return y + _read_backwards(memory, params, memories, q, others)
+
+
+def _read_backwards(memory, params, memories, q, weights):
+  """Reads of memories whose weights are 0, for the gradient of the weights.
+
+  It alone is not 0, and what it takes is read in the backward pass only.
+  """
+  out = jax.eval_shape(memory.read_many, params, memories, q, weights)
+
+  @jax.custom_vjp
+  def read(params, memories, q, weights):
+    del params, memories, weights
+    return sharding.zeros_at_tokens(q, out.shape[-1])
+
+  def forward(*inputs):
+    return read(*inputs), inputs
+
+  def backward(inputs, g):
+    params, memories, q, weights = inputs
+    by_weights = functools.partial(memory.read_many, params, memories, q)
+    return None, None, None, *jax.vjp(by_weights, weights)[1](g)
+
+  read.defvjp(forward, backward)
+  return read(params, memories, q, weights)
 
 
 def _read(read, params, q, memories, index, weights):

@@ -1,17 +1,17 @@
 """Sparse selective caching: a few cached memories per token, chosen by it."""
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
-import jax
 import jax.numpy as jnp
 
-from memcache_jax.array_typing import Array, Bool
+from memcache_jax.array_typing import Array, Bool, Float, Int
+from memcache_jax.caching import _ranks
 from memcache_jax.caching._aggregators import (
   Gated,
   GateKind,
   Selection,
-  Weights,
 )
+from memcache_jax.caching._selection import HardTopK
 from memcache_jax.ops import _checks
 
 
@@ -25,9 +25,13 @@ class SparseSelective(Gated):
     \quad R_t = \mathrm{top}_k \langle u_t, \bar p_i \rangle
 
   Memory Caching (arXiv 2602.24281), Eq. 16-17, with the softmax over the
-  selected memories and the online one. Ties go to the older memory. No
-  gradient reaches a memory that was not selected. With gate "none" the router
-  only selects, and all weights are 1.
+  selected memories and the online one. Ties go to the older memory. With gate
+  "none" the router only selects, and all weights are 1.
+
+  With blocks, tokens share what the first of their block selects, at positions
+  0, `block`, 2 `block`, ... of a segment; each has its own gates for it. That
+  reads no later token, and a stream carries the choice on. Tokens of a block
+  read as one, but not what only a later one of them asks for.
 
   Attributes:
     top_k: cached memories a token reads besides the online one.
@@ -35,43 +39,65 @@ class SparseSelective(Gated):
     pooling: mean or sum of a segment's keys.
     max_segments: most segments of a document, for gate "input" only; tokens
       of later segments become nan.
+    selection: how the choice is trained: `HardTopK()`, `StraightThrough()` or
+      `GumbelTopK()`. Without noise all of them read the same.
+    block: tokens that share a selection.
+
+  Example:
+    >>> from memcache_jax.caching import SparseSelective, StraightThrough
+    >>> sparse = SparseSelective(2, selection=StraightThrough(reads="all"))
+    >>> sparse.block
+    1
   """
 
   top_k: int = 2
+  _: KW_ONLY
+  selection: HardTopK = HardTopK()
+  block: int = 1  # pyright: ignore[reportIncompatibleVariableOverride]
 
   def __post_init__(self):
     super().__post_init__()
-    _checks.check_positive(top_k=self.top_k)
+    _checks.check_positive(top_k=self.top_k, block=self.block)
+    if not isinstance(self.selection, HardTopK):
+      raise ValueError(
+        "`selection` must be HardTopK, StraightThrough or GumbelTopK: got "
+        f"{self.selection!r}."
+      )
 
   @property
   def router(self) -> GateKind:
     return "context" if self.gate == "none" else self.gate
 
-  def select(self, logits, own_logit, readable) -> Selection:
-    index, chosen, found = _top_k(logits, readable, self.top_k)
-    weights, own = super().weights(chosen, own_logit, found)
-    return Selection(jnp.where(found, index, -1), weights, own)
+  @property
+  def max_selected(self) -> int:
+    return self.top_k
 
-  def weights(self, logits, own_logit, readable) -> Weights:
-    selection = self.select(logits, own_logit, readable)
-    hot = _one_hot(selection.index, logits.shape[-1])
-    parts = jnp.where(hot, selection.weights[..., None], 0.0)
-    return jnp.sum(parts, axis=-2), selection.own
+  @property
+  def draws(self) -> bool:
+    return self.selection.draws
 
+  def choose(
+    self,
+    scores: Float[Array, "*rows s"],
+    readable: Bool[Array, "*#rows s"],
+  ) -> Int[Array, "*rows r"]:
+    slots = scores.shape[-1]
+    scores = jnp.where(readable, scores, -jnp.inf)
+    index = _ranks.largest(scores, min(self.top_k, slots))
+    # What cannot be read comes last.
+    count = jnp.sum(readable, axis=-1, keepdims=True)
+    rank = jnp.arange(index.shape[-1]).reshape((1,) * (index.ndim - 1) + (-1,))
+    return jnp.where(rank < count, index, -1)
 
-def _top_k(logits, readable, top_k):
-  """Index, logit and whether there is one, for each rank."""
-  slots = logits.shape[-1]
-  readable = jnp.broadcast_to(readable, logits.shape)
-  order = jnp.where(readable, logits, -jnp.inf)
-  _, index = jax.lax.top_k(jax.lax.stop_gradient(order), min(top_k, slots))
-  # Not a gather, whose gradient would be a scatter.
-  hot = _one_hot(index, slots)
-  chosen = jnp.sum(jnp.where(hot, logits[..., None, :], 0.0), axis=-1)
-  found = jnp.any(hot & readable[..., None, :], axis=-1)
-  return index, chosen, found
-
-
-def _one_hot(index, slots) -> Bool[Array, "*rows r s"]:
-  slot = jnp.arange(slots).reshape((1,) * index.ndim + (-1,))
-  return index[..., None] == slot
+  def gate_chosen(
+    self,
+    index: Int[Array, "*rows r"],
+    logits: Float[Array, "*rows s"],
+    own_logit: Float[Array, "*rows"],
+    readable: Bool[Array, "*#rows s"],
+    scores: Float[Array, "*rows s"],
+  ) -> Selection:
+    chosen = _ranks.at(logits, index)
+    weights, own = super().weights(chosen, own_logit, index >= 0)
+    chosen = Selection(index, weights, own)
+    return self.selection.train(chosen, scores, own_logit, readable)

@@ -25,6 +25,8 @@ class CacheState(NamedTuple):
     levels: writers of longer blocks, with logarithmic segments.
     use: weight with which each cached memory has been read, summed over tokens
       and averaged over heads; for a policy that asks for it.
+    chosen: numbers of the cached segments that the running block of tokens
+      reads, -1 for none; where blocks select together.
   """
 
   online: State
@@ -36,6 +38,7 @@ class CacheState(NamedTuple):
   count: Int[Array, " b"]
   levels: Levels | None = None
   use: Float[Array, "b s"] | None = None
+  chosen: Int[Array, "b n r"] | None = None
 
 
 def to_front(state: CacheState, keep: Bool[Array, "b s"]) -> CacheState:

@@ -25,8 +25,8 @@ class HarnessModel(TemplateLM):
   Texts are read through the model's state, piece by piece: whatever their
   length, nothing is cut off on the left, and the perplexity of a document is
   that of one pass over all of it, with no windows. A context that several
-  continuations share, as in multiple choice, is read once. LongBench alone cuts
-  prompts by its definition, which is `longest_prompt`.
+  continuations share, as in multiple choice, is read once. Only LongBench cuts
+  prompts by definition; that is `longest_prompt`.
 
   Args:
     model: the model.

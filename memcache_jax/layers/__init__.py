@@ -1,6 +1,7 @@
 """Layers: parameters around memories and attention, with explicit state."""
 
-from memcache_jax.layers._attention import Attention, AttentionState
+from memcache_jax.layers._attention import Attention
+from memcache_jax.layers._attention_state import AttentionState
 from memcache_jax.layers._base import Mixer
 from memcache_jax.layers._block import Block
 from memcache_jax.layers._feed_forward import SwiGLU

@@ -1,14 +1,13 @@
 """`Attention`: causal softmax attention, full or in a sliding window."""
 
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from memcache_jax import sharding, token_layout
 from memcache_jax.array_typing import Array, Bool, DType, Float, Int
-from memcache_jax.layers import _rope, _softmax_attention
+from memcache_jax.layers import _attention_state, _rope, _softmax_attention
+from memcache_jax.layers._attention_state import AttentionState
 from memcache_jax.layers._base import (
   Mixer,
   check_inputs,
@@ -17,23 +16,9 @@ from memcache_jax.layers._base import (
   to_front,
 )
 from memcache_jax.layers._params import Projection, normal
+from memcache_jax.layers._short_conv import ShortConv
 from memcache_jax.layers._softmax_attention import Keys, Queries
 from memcache_jax.ops import _checks
-
-
-class AttentionState(NamedTuple):
-  """Keys and values of the running document, in compute dtype.
-
-  Attributes:
-    keys: already rotated. Position p lies at place p, or in a window at
-      place p modulo the window.
-    values: like keys.
-    length: tokens of the running document.
-  """
-
-  keys: Float[Array, "b m n k"]
-  values: Float[Array, "b m n k"]
-  length: Int[Array, " b"]
 
 
 class Attention(Mixer):
@@ -48,12 +33,17 @@ class Attention(Mixer):
   besides the window, and they have no position. They are the persistent
   memory of Titans (arXiv 2501.00663), section 3.3.
 
+  With `conv_width`, short convolutions follow the projections, as in Primer
+  (arXiv 2109.08668): a token's key then also holds the token before it, and
+  associations are recalled by one layer instead of two.
+
   Args:
     dim: model width, d.
     num_heads: heads, n.
     window: tokens seen; None for all.
     persistent_tokens: learned tokens that every token sees.
     head_dim: width per head, k, even; d / n by default.
+    conv_width: tokens the convolutions see; 1 for none.
     chunk_size: queries computed at a time; bounds memory, changes nothing.
     rope_theta: base of the rotary frequencies.
     out_scale: factor on the initial output projection.
@@ -79,6 +69,7 @@ class Attention(Mixer):
     window: int | None = None,
     persistent_tokens: int = 0,
     head_dim: int | None = None,
+    conv_width: int = 1,
     chunk_size: int = 512,
     rope_theta: float = 10_000.0,
     out_scale: float = 1.0,
@@ -95,7 +86,7 @@ class Attention(Mixer):
       param_dtype=param_dtype,
       head_dim=head_dim,
     )
-    _checks.check_positive(chunk_size=chunk_size)
+    _checks.check_positive(conv_width=conv_width, chunk_size=chunk_size)
     _checks.check_number(rope_theta=rope_theta, low=0, open_low=True)
     if persistent_tokens != 0:
       _checks.check_positive(persistent_tokens=persistent_tokens)
@@ -120,6 +111,11 @@ class Attention(Mixer):
     self.out = Projection(
       "nkd", (n, k, dim), contract=2, scale=out_scale, **options
     )
+    self.convs = nnx.data(None)
+    if conv_width > 1:
+      self.convs = nnx.List(
+        [ShortConv((n, k), conv_width, **options) for _ in "qkv"]
+      )
     self.persistent = nnx.data(None)
     if persistent_tokens:
       shape = (persistent_tokens, dim)
@@ -134,6 +130,7 @@ class Attention(Mixer):
       keys=jnp.zeros(shape, self.dtype),
       values=jnp.zeros(shape, self.dtype),
       length=jnp.zeros((batch,), jnp.int32),
+      tails=self.convs and tuple(conv.init_state(batch) for conv in self.convs),
     )
 
   def __call__(
@@ -153,13 +150,13 @@ class Attention(Mixer):
     check_inputs(x, self.dim, mask, starts)
     check_state_kind(state, AttentionState)
     front = to_front(x, mask, starts)
-    q, k, v = self.q(front.x), self.k(front.x), self.v(front.x)
+    (q, k, v), tails = self._project(front, state)
     flags, persistent = front._replace(x=None), self.persistent_keys()
-    spread = AttentionState("b m n k", "b m n k", "b")
+    spread = AttentionState._make(("b m n k", "b m n k", "b"))
     # Rows and heads never mix: every device attends with those it holds.
-    y, new_state = sharding.over_batch_and_heads(
+    y, new_state = sharding.over_devices(
       self._attend,
-      (q, k, v, state, flags, persistent),
+      (q, k, v, state and state._replace(tails=None), flags, persistent),
       (
         *("b t n k",) * 3,
         None if state is None else spread,
@@ -168,7 +165,22 @@ class Attention(Mixer):
       ),
       ("b t n k", spread),
     )
-    return front.back(self.out(y)), new_state
+    return front.back(self.out(y)), new_state._replace(tails=tails)
+
+  def _project(self, front, state):
+    """Queries, keys and values, and the state of their convolutions."""
+    projected = self.q(front.x), self.k(front.x), self.v(front.x)
+    if self.convs is None:
+      return projected, None
+    tails = (None,) * 3 if state is None else state.tails
+    convolved, tails = zip(
+      *(
+        conv.convolve(x, tail, front.starts, front.count)
+        for conv, x, tail in zip(self.convs, projected, tails, strict=True)
+      ),
+      strict=True,
+    )
+    return convolved, tails
 
   def _attend(self, q, k, v, state, front, persistent):
     """Attends among tokens of which the real ones come first."""
@@ -192,16 +204,20 @@ class Attention(Mixer):
     queries = self.queries(q, position, document)
     own = Keys(self.keys(k, position), v, position, document)
 
-    new_state = self._write(own, state, front.starts is not None)
+    new_state = _attention_state.write(
+      own, state, self.window, has_starts=front.starts is not None
+    )
     if t == 1 and state is not None:
       # Written first, the state is read where it lies: a decode step then
       # updates it in place. Its one document is 0, or 1 where it just began.
-      stored = self._stored(new_state, document)
+      stored = _attention_state.stored(new_state, self.window, document)
       y = _softmax_attention.attend_stored(
         queries, (stored, *persistent), window=self.window
       )
     else:
-      stored = () if state is None else (self._stored(state),)
+      stored = (
+        () if state is None else (_attention_state.stored(state, self.window),)
+      )
       y = _softmax_attention.attend(
         *(queries, own, (*stored, *persistent)),
         window=self.window,
@@ -235,53 +251,3 @@ class Attention(Mixer):
       return ()
     tokens = self.persistent[...][None]
     return (Keys(self.k(tokens)[0], self.v(tokens)[0], None, None),)
-
-  def _stored(self, state, current=None) -> Keys:
-    """What a state holds, as keys of document 0, or of the `current` one."""
-    b, room = state.keys.shape[:2]
-    place = jnp.arange(room, dtype=jnp.int32)[None]
-    length = state.length[:, None]
-    if self.window is None:
-      position = jnp.broadcast_to(place, (b, room))
-      filled = place < length
-    else:
-      # The last position that lies at this place.
-      position = length - 1 - (length - 1 - place) % room
-      filled = position >= 0
-    document = jnp.where(filled, 0 if current is None else current, -1)
-    return Keys(state.keys, state.values, position, document)
-
-  def _write(self, own, state, has_starts) -> AttentionState:
-    """The state after the tokens of this call."""
-    b, t, n, k = own.k.shape
-    real = own.document >= 0
-    document = jnp.max(own.document, axis=1, initial=0)
-    last = real & (own.document == document[:, None])
-    length = jnp.zeros((b,), jnp.int32) if state is None else state.length
-    length = jnp.where(document > 0, 0, length)
-    ends = jnp.max(jnp.where(last, own.position + 1, 0), axis=1, initial=0)
-    length = jnp.maximum(length, ends)
-    if state is None:
-      room = t if self.window is None else self.window
-      zeros = jnp.pad(own.k[:, :0], [(0, 0), (0, room), (0, 0), (0, 0)])
-      keys, values = zeros, zeros
-    else:
-      keys, values = state.keys, state.values
-      room = keys.shape[1]
-    if has_starts and state is not None:
-      # Nothing of an earlier document may stay, not even a nan.
-      keys, values = jax.tree.map(
-        lambda x: jnp.where((document > 0)[:, None, None, None], 0, x),
-        (keys, values),
-      )
-    if self.window is None:
-      place = own.position
-    else:
-      place = own.position % room
-      last &= own.position >= length[:, None] - room
-    place = jnp.where(last, place, room)  # out of range: dropped
-    return AttentionState(
-      keys=token_layout.put_rows(keys, place, own.k),
-      values=token_layout.put_rows(values, place, own.v),
-      length=length,
-    )

@@ -8,7 +8,6 @@ from flax import nnx
 
 from memcache_jax import numerics
 from memcache_jax.array_typing import Array, Bool, DType, Float, State
-from memcache_jax.layers import _local
 from memcache_jax.layers._base import (
   Front,
   Mixer,
@@ -26,6 +25,7 @@ from memcache_jax.memories import (
   Memory,
   Tokens,
   Watched,
+  _spread,
   watch,
 )
 from memcache_jax.ops import _checks
@@ -160,7 +160,7 @@ class MemoryMixer(Mixer):
     check_state_kind(state, MixerState)
     front = to_front(x, mask, starts, segment_ends)
     tokens, tails = self._tokens(front, state, max_unaligned_starts)
-    y, memory = _local.scan(
+    y, memory = _spread.scan(
       self.memory,
       self._memory_params(),
       None if state is None else state.memory,

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from memcache_jax import numerics, token_layout
+from memcache_jax import numerics, sharding, token_layout
 from memcache_jax.array_typing import Array, Bool, DType, Float, Int
 from memcache_jax.layers._base import empty_like, to_front
 from memcache_jax.ops import _checks
@@ -93,6 +93,10 @@ class ShortConv(nnx.Module):
     count: Int[Array, " b"] | None,
   ) -> tuple[Float[Array, "b t ..."], Float[Array, "b w_less_1 ..."]]:
     """Convolves tokens of which the first `count` of a row, or all, exist."""
+    kernel = self.kernel[...]
+    if sharding.spec_of(x)[1] is not None:
+      whole = state is None and count is None
+      return self._over_devices(kernel, x, starts, whole)
     expected = (x.shape[0], self.width - 1, *self.features)
     if state is None:
       state = empty_like(x, self.width - 1)
@@ -102,17 +106,48 @@ class ShortConv(nnx.Module):
       )
     if x.shape[1] == 0:
       return x.astype(self.dtype), state
+    return self._continue(kernel, x, state, starts, count)
+
+  def _over_devices(self, kernel, x, starts, whole):
+    """Every device goes on where the one before it ends."""
+    axis, tail = sharding.spec_of(x)[1], self.width - 1
+    devices = sharding.devices_along(axis)
+    if not whole or x.shape[1] < devices * tail:
+      raise ValueError(
+        "tokens spread over devices must be those of a new sequence without "
+        f"mask, at least {tail} on each: got {x.shape[1]} over {devices}."
+      )
+
+    def run(x, starts, kernel):
+      empty = empty_like(x, tail)
+      _, last = self._continue(kernel, x, empty, starts, None)
+      after = [(i, i + 1) for i in range(devices - 1)]
+      before = jax.lax.ppermute(last, axis, after)
+      y, _ = self._continue(kernel, x, before, starts, None)
+      return y, jax.lax.all_gather(last, axis)[-1]
+
+    axes = " ".join("btnk"[: x.ndim])
+    return sharding.over_devices(
+      run,
+      (x, starts, kernel),
+      (axes, None if starts is None else "b t", f"_{axes[3:]}"),
+      (axes, axes.replace("t", "_")),
+      letters="btn",
+    )
+
+  def _continue(self, kernel, x, state, starts, count):
+    """Convolves what comes after a state; returns y and the next one."""
     age = None
     if starts is not None:
       # Old enough to see all of the state, which is zero where there was none.
       old = jnp.full(x.shape[:1], self.width - 1, jnp.int32)
       age = token_layout.age_in_document(starts, old)
     inputs = jnp.concatenate([state, x.astype(jnp.float32)], axis=1)
-    y = self._convolve(inputs, age).astype(self.dtype)
+    y = self._convolve(kernel, inputs, age).astype(self.dtype)
     return y, self._last(inputs, age, count)
 
-  def _convolve(self, inputs, age):
-    kernel = self.kernel[...].astype(jnp.float32)
+  def _convolve(self, kernel, inputs, age):
+    kernel = kernel.astype(jnp.float32)
     t = inputs.shape[1] - (self.width - 1)
     y = jnp.zeros_like(inputs[:, :t])
     for offset in range(self.width):

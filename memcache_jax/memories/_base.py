@@ -39,9 +39,11 @@ class Memory:
   Attributes:
     reads_linearly: reading is linear in what `snapshot` returns, so that a
       mix of memories reads like the mix of their reads.
+    spreads_tokens: `scan` takes tokens of one sequence on several devices.
   """
 
   reads_linearly: ClassVar[bool] = False
+  spreads_tokens: ClassVar[bool] = False
 
   @property
   def uses_segment_ends(self) -> bool:

@@ -129,10 +129,6 @@ class Miras(Memory):
   def closes_after_reading(self) -> bool:
     return self.delayed or type(self._closing) is not Closing
 
-  @property
-  def _has_momentum(self) -> bool:
-    return self.optimizer.momentum or self.optimizer.muon is not None
-
   def gates(self) -> Mapping[str, Gate]:
     return gates_of(
       *(self.architecture, self.loss, self.retention, self.optimizer),
@@ -166,7 +162,7 @@ class Miras(Memory):
       self._closing,
       self.inner_batch,
       window=self.window,
-      has_momentum=self._has_momentum,
+      has_momentum=self.optimizer.has_momentum,
       restart=self.optimizer.restart,
     )
     k, v = (jnp.zeros((batch, 0, n, i), jnp.float32) for i in (k, v))
@@ -244,15 +240,11 @@ class Miras(Memory):
   def _scan(self, params, state, tokens, mix):
     check_tokens(self, tokens)
     gates = tokens.gates
-    step, row_scale = gates.get("step"), None
+    step = gates.get("step")
     if step is not None and step.ndim == 3:
       step = step[..., None]
-    if self.optimizer.restart == "rows":
-      row = jnp.arange(1, self.inner_batch + 1, dtype=jnp.float32)[None]
-      bias = params["row_bias"].astype(jnp.float32)
-      row_scale = jnp.maximum(1 / row + bias, 0) / tokens.k.shape[-1]
     momentum = gates.get("momentum")
-    if momentum is None and self._has_momentum:
+    if momentum is None and self.optimizer.has_momentum:
       momentum = jnp.ones(tokens.q.shape[:3], jnp.float32)
     return mlp_memory(
       self._map(params, tokens.q),
@@ -264,7 +256,7 @@ class Miras(Memory):
       inner_batch=self.inner_batch,
       step=step,
       coef=gates.get("coef"),
-      row_scale=row_scale,
+      row_scale=self.optimizer.row_scale(params, tokens.k.shape[-1]),
       log_decay=gates.get("log_decay"),
       momentum=momentum,
       loss_gates={name: gates[name] for name in self.loss.gates()},

@@ -7,7 +7,7 @@ from typing import Literal
 
 import jax.numpy as jnp
 
-from memcache_jax.array_typing import Array, Float
+from memcache_jax.array_typing import Array, Float, Params
 from memcache_jax.memories._base import Gate
 from memcache_jax.ops import _checks
 from memcache_jax.ops.mlp_memory import (
@@ -75,6 +75,21 @@ class Optimizer:
       raise ValueError(
         f"`restart` {self.restart!r} works without `momentum` and `muon`."
       )
+
+  @property
+  def has_momentum(self) -> bool:
+    """Whether the state holds a running sum of steps."""
+    return self.momentum or self.muon is not None
+
+  def row_scale(
+    self, params: Params, key_dim: int
+  ) -> Float[Array, "n inner_batch"] | None:
+    """Factors on the steps of a batch, by place; None where there are none."""
+    if self.restart != "rows":
+      return None
+    bias = params["row_bias"].astype(jnp.float32)
+    row = jnp.arange(1, bias.shape[-1] + 1, dtype=jnp.float32)[None]
+    return jnp.maximum(1 / row + bias, 0) / key_dim
 
 
 def check_composition(

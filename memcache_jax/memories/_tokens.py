@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from memcache_jax.array_typing import Leaf
 from memcache_jax.memories._gate import Gate, HeadShape
@@ -33,6 +34,9 @@ class Tokens:
       to segment borders.
     segment_ends: True at the last token of a segment [b t], for memories with
       `Explicit` segments only. Ignored on masked tokens.
+    seeds: random bits of each token [b t], uint32, for what a memory draws in
+      training, which is the same however tokens are split into calls. None:
+      nothing is drawn.
   """
 
   q: Leaf
@@ -45,6 +49,7 @@ class Tokens:
     default=None, metadata={"static": True}
   )
   segment_ends: Leaf = None
+  seeds: Leaf = None
 
   @property
   def head_shape(self) -> HeadShape:
@@ -60,6 +65,7 @@ def check_tokens(memory: Any, tokens: Tokens) -> None:
     "mask": (tokens.mask, "b t"),
     "starts": (tokens.starts, "b t"),
     "segment_ends": (tokens.segment_ends, "b t"),
+    "seeds": (tokens.seeds, "b t"),
   }
   if tokens.segment_ends is not None and not memory.uses_segment_ends:
     raise ValueError(
@@ -82,6 +88,8 @@ def check_tokens(memory: Any, tokens: Tokens) -> None:
   _checks.check_bool(
     mask=tokens.mask, starts=tokens.starts, segment_ends=tokens.segment_ends
   )
+  if tokens.seeds is not None and tokens.seeds.dtype != jnp.uint32:
+    raise ValueError(f"`seeds` must be uint32: got {tokens.seeds.dtype}.")
   bound = tokens.max_unaligned_starts
   number = isinstance(bound, int) and not isinstance(bound, bool)
   if bound is not None and not (number and bound >= 0):

@@ -75,15 +75,17 @@ class AttentionSpec:
     window: tokens seen; None for all.
     persistent_tokens: learned tokens that every token sees.
     head_dim: width per head; dim / num_heads by default.
+    conv_width: tokens that short convolutions of q, k and v see; 1 for none.
   """
 
   num_heads: int
   window: int | None = None
   persistent_tokens: int = 0
   head_dim: int | None = None
+  conv_width: int = 1
 
   def __post_init__(self):
-    _checks.check_positive(num_heads=self.num_heads)
+    _checks.check_positive(num_heads=self.num_heads, conv_width=self.conv_width)
     _check_dims(window=self.window, head_dim=self.head_dim)
 
   def build(
@@ -102,6 +104,7 @@ class AttentionSpec:
       window=self.window,
       persistent_tokens=self.persistent_tokens,
       head_dim=self.head_dim,
+      conv_width=self.conv_width,
       out_scale=out_scale,
       dtype=dtype,
       param_dtype=param_dtype,

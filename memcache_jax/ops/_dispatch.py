@@ -132,7 +132,7 @@ def run_spread(
 
   def forward(*inputs):
     one = lambda *inputs: run(choice, xla, kernels, *inputs)
-    spread = lambda *inputs: sharding.over_batch_and_heads(
+    spread = lambda *inputs: sharding.over_devices(
       one, inputs, axes, output_axes
     )
     return first_order(op, spread, *inputs), inputs
@@ -152,7 +152,7 @@ def run_spread(
 
   def kernel_gradient(*args):
     one = lambda *args: run(choice, xla_gradient, gradients or {}, *args)
-    return sharding.over_batch_and_heads(
+    return sharding.over_devices(
       one, args, (*axes, output_axes), tuple(axes[i] for i in floats)
     )
 

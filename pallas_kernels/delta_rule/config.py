@@ -9,10 +9,6 @@ _MIB = 2**20
 _VMEM_LIMIT = (64 - 8) * _MIB
 
 
-# Tokens of a chunk on a GPU: a power of two.
-TRITON_CHUNK = 64
-
-
 @dataclass(frozen=True)
 class Config:
   """How a call is cut up.
@@ -56,11 +52,13 @@ class TritonConfig:
   """How the kernels for GPUs cut up a call.
 
   Attributes:
+    chunk: tokens of a chunk, a power of two.
     columns: of the memory, and of what is read, that a program takes.
     warps: of a program.
     stages: iterations of a loop whose loads are on their way.
   """
 
+  chunk: int
   columns: int
   warps: int
   stages: int
@@ -68,11 +66,11 @@ class TritonConfig:
 
 def triton_config(call: Call) -> TritonConfig:
   """The pieces on a GPU, from the sizes alone."""
+  # More would spill.
   if call.dtype == "float32":
-    return TritonConfig(columns=32, warps=8, stages=1)
-  if call.k > 128:
-    return TritonConfig(columns=32, warps=8, stages=2)
-  return TritonConfig(columns=64, warps=4, stages=2)
+    return TritonConfig(chunk=64, columns=32, warps=8, stages=1)
+  columns = 64 if call.k <= 128 else 32
+  return TritonConfig(chunk=64, columns=columns, warps=8, stages=2)
 
 
 def supports(call: Call) -> str | None:

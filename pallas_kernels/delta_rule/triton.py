@@ -27,7 +27,7 @@ from ..linear_attention.tiles import (
   store,
   whole,
 )
-from .config import TRITON_CHUNK, TritonConfig
+from .config import TritonConfig
 from .operands import (
   BETA,
   CARRY,
@@ -41,6 +41,8 @@ from .operands import (
 )
 
 _PREFIX = "memcache_delta_rule_"
+# More would spill: products of float32 on several tiles of a matrix.
+_SOLVE_WARPS = 4
 
 
 class Plan(NamedTuple):
@@ -60,13 +62,18 @@ class Plan(NamedTuple):
 
   @property
   def chunks(self) -> int:
-    return pl.cdiv(self.tokens, TRITON_CHUNK)
+    return pl.cdiv(self.tokens, self.config.chunk)
 
   @property
   def columns(self) -> int:
     return min(self.config.columns, pl.next_power_of_2(self.widths[1]))
 
-  def call(self, kernel, name, grid, arrays, outputs):
+  @property
+  def row(self) -> Span:
+    """Of the inverse: a column for each token of the chunk."""
+    return Span(0, self.config.chunk)
+
+  def call(self, kernel, name, grid, arrays, outputs, warps=None):
     """Runs a kernel of dicts of references."""
     specs = lambda arrays: {
       name: numbers_of_head(x) if name == "scalars" else of_head(x)
@@ -80,7 +87,8 @@ class Plan(NamedTuple):
       out_specs=specs(outputs),
       out_shape=outputs,
       compiler_params=plgpu.CompilerParams(
-        num_warps=self.config.warps, num_stages=self.config.stages
+        num_warps=warps or self.config.warps,
+        num_stages=self.config.stages,
       ),
       interpret=self.interpret,
     )(arrays)
@@ -93,7 +101,7 @@ def fwd(
 
   Args:
     operands: see there, but with tokens before heads, of any number: scalars
-      alone fill up the last chunk, of TRITON_CHUNK tokens.
+      alone fill up the last chunk.
     config: the pieces.
     interpret: run without a GPU.
 
@@ -114,7 +122,8 @@ def fwd(
   parts = pl.cdiv(plan.widths[1], plan.columns)
   solved = plan.call(
     *(_solve_kernel, "solve", (plan.chunks, 1, n, b), tokens),
-    {"inverse": of_tokens(TRITON_CHUNK)},
+    {"inverse": of_tokens(config.chunk)},
+    warps=_SOLVE_WARPS,
   )
   kept = plan.call(
     *(_chain_kernel, "chain", (parts, 1, n, b)),
@@ -139,9 +148,9 @@ def _solve_kernel(x, out, *, plan: Plan):
   rows = _chunk(pl.program_id(0), plan)
   inner = whole(plan.widths[0])
   keys = load(x["k"], rows, inner)
-  row, token = _places(0), _places(1)
+  row, token = _places(0, plan), _places(1, plan)
   strict = dot(keys, keys, (1, 1), plan.interpret)
-  strict *= _between(x["scalars"], rows)
+  strict *= _between(x["scalars"], rows, plan)
   strict *= _numbers(x["scalars"], BETA, rows)[:, None]
   strict = jnp.where(row > token, strict, 0.0)
   # By halves: of two blocks on the diagonal that are inverted, the one below
@@ -150,7 +159,7 @@ def _solve_kernel(x, out, *, plan: Plan):
   apart = row ^ token  # below twice a size: in the same two blocks of that size
   inverse = jnp.where(row == token, 1.0, 0.0)
   size = 1
-  while size < TRITON_CHUNK:
+  while size < plan.config.chunk:
     below = (apart >= size) & (apart < 2 * size)
     below = jnp.where(below, strict, 0.0)
     if size > 1:
@@ -158,7 +167,7 @@ def _solve_kernel(x, out, *, plan: Plan):
       below = dot(below, inverse, (1, 0), plan.interpret)
     inverse -= below
     size *= 2
-  store(out["inverse"], inverse, rows, Span(0, TRITON_CHUNK))
+  store(out["inverse"], inverse, rows, plan.row)
 
 
 def _chain_kernel(x, out, *, plan: Plan):
@@ -180,7 +189,7 @@ def _chain_kernel(x, out, *, plan: Plan):
       old += number(FRESH)[:, None] * dot(keys, fresh, (1, 0), plan.interpret)
     wanted = load(x["v"], rows, columns).astype(jnp.float32) - old
     wanted = (number(BETA)[:, None] * wanted).astype(dtype)
-    inverse = load(x["inverse"], rows, Span(0, TRITON_CHUNK))
+    inverse = load(x["inverse"], rows, plan.row)
     written = dot(inverse, wanted, (1, 0), plan.interpret).astype(dtype)
     store(out["written"], written, rows, columns)
     store(out["before"], state, i, inner, columns)
@@ -202,7 +211,7 @@ def _read_kernel(x, out, *, plan: Plan):
   columns = part(pl.program_id(0), plan.columns, plan.widths[1])
   queries = load(x["q"], rows, inner)
   pairs = dot(queries, load(x["k"], rows, inner), (1, 1), plan.interpret)
-  pairs = (pairs * _between(x["scalars"], rows)).astype(queries.dtype)
+  pairs = (pairs * _between(x["scalars"], rows, plan)).astype(queries.dtype)
   written = load(x["written"], rows, columns)
   total = dot(pairs, written, (1, 0), plan.interpret)
   before = load(x["before"], chunk, inner, columns)
@@ -218,7 +227,7 @@ def _read_kernel(x, out, *, plan: Plan):
 
 
 def _chunk(index, plan: Plan) -> Span:
-  return part(index, TRITON_CHUNK, plan.tokens)
+  return part(index, plan.config.chunk, plan.tokens)
 
 
 def _numbers(scalars, kind, rows: Span):
@@ -226,15 +235,17 @@ def _numbers(scalars, kind, rows: Span):
   return load(scalars, kind, rows._replace(end=None))
 
 
-def _places(axis):
-  shape = (TRITON_CHUNK, TRITON_CHUNK)
+def _places(axis, plan: Plan):
+  shape = (plan.config.chunk, plan.config.chunk)
   return jax.lax.broadcasted_iota(jnp.int32, shape, axis)
 
 
-def _between(scalars, rows: Span):
+def _between(scalars, rows: Span, plan: Plan):
   """Of what the token of a column wrote, what is left at that of a row."""
   logs, resets = (_numbers(scalars, kind, rows) for kind in (LOGS, RESETS))
-  keep = (_places(0) >= _places(1)) & (resets[:, None] == resets[None])
+  keep = (_places(0, plan) >= _places(1, plan)) & (
+    resets[:, None] == resets[None]
+  )
   # Masked before the exponential, which would overflow.
   between = jnp.exp(jnp.where(keep, logs[:, None] - logs[None], 0.0))
   return jnp.where(keep, between, 0.0)

@@ -349,3 +349,20 @@ def test_wrong_arguments():
     lambda: jax.jit(lambda x: cached.scan({}, None, x))(unknown),
     "`max_unaligned_starts` must be given",
   )
+
+
+@pytest.mark.parametrize(
+  ("names", "kept"), [(("segment_ends",), 1), (("others",), 0)]
+)
+def test_a_policy_keeps_what_segments_left(names, kept):
+  memory = Cached(SlidingWindowLinear(), Constant(C), GatedResidual())
+  tokens = random_tokens(memory, SHAPE, 2, T)
+  policy = jax.checkpoint_policies.save_only_these_names(*names)
+  read = lambda tokens: memory.scan({}, None, tokens)[0]
+  read = jax.checkpoint(read, policy=policy)
+  residuals = jax.eval_shape(lambda tokens: jax.vjp(read, tokens)[1], tokens)
+  shapes = [x.shape for x in jax.tree.leaves(residuals)]
+  assert shapes.count((2, T // C, *SHAPE)) == kept
+  # Beside the tokens themselves nothing is kept of each.
+  ours = {x.shape for x in jax.tree.leaves(tokens)}
+  assert {shape for shape in shapes if T in shape} <= ours

@@ -15,6 +15,7 @@ from memcache_jax.caching import (
   _sparse_read,
   _weights,
 )
+from memcache_jax.caching._aggregators import Selection
 from memcache_jax.memories import DecayedLinear, HeadShape, Linear, Titans
 from memcache_jax.testing import assert_close, random_tokens, stream
 from tests.memories.models import FLAT, Saturating
@@ -40,6 +41,11 @@ def _inputs(memory, tokens, top_k):
   q = normal(2, tokens, 2, 4)
   weights = normal(2, tokens, 2, top_k)
   return params, memories, q, jnp.asarray(index, jnp.int32), weights
+
+
+def _sparse(memory, params, memories, q, index, weights):
+  selection = Selection(index, weights, jnp.ones(q.shape[:-1]))
+  return _sparse_read.read_selected(memory, params, memories, q, selection)
 
 
 def _dense(memory, params, memories, q, index, weights):
@@ -70,7 +76,7 @@ def test_values_and_gradients_of_reading_all(memory, tokens, top_k):
   gradient = jax.jit(
     jax.grad(loss, argnums=(1, 2, 3), has_aux=True), static_argnums=0
   )
-  got = gradient(_sparse_read.read_selected, *arrays, weights)
+  got = gradient(_sparse, *arrays, weights)
   assert_close(got, gradient(_dense, *arrays, weights))
   assert np.any(got[1] != 0)
 
@@ -80,9 +86,7 @@ def test_what_nobody_selected_may_be_nan(tokens):
   memory = Linear()
   params, memories, q, index, weights = _inputs(memory, tokens, 2)
   read = jax.jit(
-    lambda memories: _sparse_read.read_selected(
-      memory, params, memories, q, index, weights
-    )
+    lambda memories: _sparse(memory, params, memories, q, index, weights)
   )
   poisoned = memories.at[:, -1].set(jnp.nan)
   chex.assert_trees_all_equal(read(poisoned), read(memories))

@@ -12,6 +12,9 @@ from examples.benchmarks import (
   cases,
   check,
   compile_time,
+  decode,
+  decode_layers,
+  decode_report,
   layer,
   layers,
   measure,
@@ -19,6 +22,7 @@ from examples.benchmarks import (
   readme,
   report,
 )
+from memcache_jax.caching import _one_segment, _sparse_read
 from memcache_jax.ops.linear_attention import _chunked
 
 pytestmark = pytest.mark.slow
@@ -213,6 +217,52 @@ def test_compile_time_says_met_or_missed(monkeypatch):
   assert "program 1.00x, bar at most 1.3x: met" in text
 
 
+@pytest.fixture
+def small(monkeypatch):
+  """Decode layers that compile fast."""
+  sizes = {"DIM": 32, "HEADS": 2, "SEGMENT": 16, "AHEAD": 32}
+  sizes |= {"CHECKED": 37, "CHECKED_ROOM": 32 * 16, "PIECES": (18, 1, 18)}
+  for name, value in sizes.items():
+    monkeypatch.setattr(decode_layers, name, value)
+
+
+def test_a_wrong_decode_step_is_not_timed(small, monkeypatch):
+  read = _sparse_read.read_selected
+
+  def wrong(*arguments):
+    return 1.01 * read(*arguments)
+
+  monkeypatch.setattr(_one_segment, "read_selected", wrong)
+  monkeypatch.setattr(measure, "repeat", lambda *_: pytest.fail("timed"))
+  with pytest.raises(check.WrongResultError, match="Not timed"):
+    decode.run("linear", "ssc", (64,), FEW)
+
+
+@pytest.mark.parametrize("case", [("linear", "ssc"), ("attention", "none")])
+def test_a_right_decode_step_is_timed(case, small, capsys):
+  decode.run(*case, (64, 128), FEW)
+  records = [json.loads(x) for x in capsys.readouterr().out.splitlines()]
+  assert [record["context"] for record in records] == [64, 128]
+  assert records[0]["state_mib"] < records[1]["state_mib"]
+  assert decode_report.table(records).count("\n") == 2
+
+
+def test_bars_of_decoding_say_met_or_missed():
+  def record(memory, aggregate, context, cpu_ms):
+    case = {"memory": memory, "aggregate": aggregate, "context": context}
+    return case | {"cpu_ms": cpu_ms, "state_mib": 1.0}
+
+  records = [
+    record("linear", "ssc", 16, 1.0),
+    record("linear", "ssc", 64, 1.2),
+    record("linear", "grm", 64, 3.0),
+  ]
+  bars = decode_report.bars(records)
+  verdicts = [bar.verdict() for bar in bars]
+  assert verdicts == ["met", "missed", "not measured", "not measured"]
+  assert {bar.verdict() for bar in decode_report.bars([])} == {"not measured"}
+
+
 def test_tables_go_into_the_readme(tmp_path):
   path = tmp_path / "README.md"
   path.write_text("a\n<!-- layer -->\nold\n<!-- /layer -->\nb\n")
@@ -222,5 +272,5 @@ def test_tables_go_into_the_readme(tmp_path):
   )
   with pytest.raises(ValueError, match="once"):
     readme.replace("other", "new", path)
-  for part in ("layer", "deep", "compile_time"):
+  for part in ("layer", "deep", "decode", "compile_time"):
     assert f"<!-- {part} -->\n" in readme.README.read_text()

@@ -1,9 +1,11 @@
 """The report of `examples.lm` on a step that was compiled for other chips."""
 
+import json
+
 import jax
 import jax.numpy as jnp
 
-from examples.lm import aot_report, hlo_costs
+from examples.lm import aot_report, aot_table, hlo_costs
 
 # As the compiler for TPU prints it, shortened.
 PROGRAM = """\
@@ -29,6 +31,7 @@ HloModule jit_step
 %inner (p: (s32[], f32[8])) -> (s32[], f32[8]) {
   %h = bf16[16,8]{1,0} fusion(%y), kind=kLoop, calls=%fused.2
   %i = bf16[16,8]{1,0} fusion(%y), kind=kLoop, calls=%fused.3
+  %k = f32[8]{0} custom-call(%y), custom_call_target="tpu_custom_call"
   ROOT %f = f32[8]{0} fusion(%y), kind=kLoop, calls=%fused.1, \
 backend_config={"flag":false,"estimated_cycles":"10"}
 }
@@ -52,13 +55,14 @@ backend_config={"known_trip_count":{"n":"3"}}
 def test_loops_are_multiplied_out():
   found = hlo_costs.costs(PROGRAM)
   assert found.cycles == 3 * (4 * 10 + 100)
+  assert found.kernels == 3 * 4
   assert found.collective_bytes == 32 * 4 + 4 * (4 + 2) + 12 * 16 * 8 * 2
 
 
 def test_a_program_of_this_machine_can_be_read():
   loop = jax.jit(lambda x: jax.lax.fori_loop(0, 5, lambda _, x: x * 2.0, x))
   text = loop.lower(jnp.ones(3)).compile().as_text()
-  assert hlo_costs.costs(text) == hlo_costs.Costs(0, 0)
+  assert hlo_costs.costs(text) == hlo_costs.Costs()
 
 
 def test_bytes_of_a_chip():
@@ -66,3 +70,38 @@ def test_bytes_of_a_chip():
   one = jax.NamedSharding(mesh, jax.P("a"))
   tree = {"x": jax.ShapeDtypeStruct((4, 3), jnp.bfloat16)}
   assert aot_report.bytes_per_chip(tree, {"x": one}) == 24
+
+
+def _record(config, seconds, total=1):
+  sizes = dict.fromkeys(("parameters", "moments", "temporaries"), 2**29)
+  return {
+    "config": config,
+    "topology": "v5e:2x2",
+    "interconnect": 2**28,
+    "total": total * 2**30,
+    "hbm": 16 * 2**30,
+    "step_seconds": seconds,
+    "mfu": 0.25,
+    "kernels": 0,
+    **sizes,
+  }
+
+
+def test_the_newest_numbers_stand_in_the_table(tmp_path):
+  kept = [
+    _record("titans_grm_760m", 9.0),
+    _record("titans_grm_760m", 3.0, total=17),
+    _record("transformer_760m", 1.0),
+  ]
+  path = tmp_path / "aot.jsonl"
+  path.write_text("".join(json.dumps(x) + "\n" for x in kept))
+  found = aot_table.records(path)
+  assert [x["config"] for x in found] == ["transformer_760m", "titans_grm_760m"]
+  assert aot_table.table(found).splitlines()[-1] == (
+    "| `titans_grm_760m` | v5e:2x2 | 0.50, 0.50 | 0.50 | 17.00, 16 | 0.25 | "
+    "3.000 s | 25% | 3.00 |"
+  )
+  bars = aot_table.bars(found)
+  assert "at most 2.5 times the step of Transformer++ " in bars
+  assert "3.00, missed" in bars
+  assert "All fit: 1 of 2" in bars

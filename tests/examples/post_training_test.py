@@ -56,7 +56,7 @@ def test_a_run_measures_every_variant_in_every_bucket(small, capsys):
   text = np.random.default_rng(0).integers(97, 105, 2_000).astype(np.uint8)
   corpus = Corpus(text[:1_000], text[1_000:], "the second half", "tiny")
   with jax.numpy_dtype_promotion("standard"):  # optax needs it
-    results = post_training.run(replace(TINY, steps=1), corpus, at_most=3)
+    results = post_training.run(replace(TINY, steps=1), corpus, 70, at_most=3)
   assert list(results) == ["no caching", *post_training.VARIANTS]
   bits = np.array(list(results.values()))
   assert bits.shape == (3, 4)
@@ -66,8 +66,18 @@ def test_a_run_measures_every_variant_in_every_bucket(small, capsys):
   assert "32-64" in capsys.readouterr().out
 
 
+def test_buckets_end_at_the_window_and_its_doubles():
+  assert post_training.bucket_ends(512, 8192) == [512, 1024, 2048, 4096, 8192]
+  assert post_training.bucket_ends(100, 399) == [100, 200]
+  assert post_training.bucket_ends(100, 100) == [100]
+
+
 def test_wrong_flags_give_one_line(capsys):
   assert post_training.main(["--text", "absent.txt"]) == 2
   assert capsys.readouterr().err.startswith("error: cannot read absent.txt")
+  assert post_training.main(["--window", "500000"]) == 2
+  assert "bytes are held out" in capsys.readouterr().err
   with pytest.raises(SystemExit):
     post_training.main(["--steps", "0"])
+  with pytest.raises(SystemExit):
+    post_training.main(["--window", "64", "--longest", "63"])

@@ -99,7 +99,8 @@ def test_every_entry_of_a_sweep_is_another_model_or_task(name):
   entries = sweep.SWEEPS[name](settings)
   for entry in entries.values():
     model.config(entry)
-    assert entry.task(max(entry.train_pairs)).length == entry.length
+    for stage in entry.stages:
+      assert entry.rows(stage) * stage.length <= entry.batch_tokens
   assert len(set(entries.values())) == len(entries)
 
 
@@ -121,7 +122,6 @@ def test_configs_make_models_of_every_kind(name):
     for aggregate in typing.get_args(AggregateName):
       fields |= {"memory": memory, "aggregate": aggregate}
       settings = Settings(**fields)
-      assert settings.task(2).length == fields["length"]
       if memory == "attention" and aggregate != "none":
         with pytest.raises(ValueError, match="must be 'none' for attention"):
           model.config(settings)
@@ -131,3 +131,31 @@ def test_configs_make_models_of_every_kind(name):
   for name in ("memory", "aggregate", "gate", "write_mode"):
     with pytest.raises(ValueError, match=f"`{name}` must be one of .*'typo'"):
       Settings(**fields | {name: "typo"})
+
+
+@pytest.mark.parametrize(
+  ("change", "match"),
+  [
+    ({"stages": ()}, "`stages` must not be empty"),
+    ({"stages": ((16, 2),)}, "`stages` must hold a length, .* got \\(16, 2\\)"),
+    ({"stages": ((16, 2, 0),)}, "`steps` must be at least 1: got 0"),
+    ({"stages": ((16, 5, 1),)}, "`num_pairs` must be at most a quarter"),
+    ({"batch_tokens": 15}, "`batch_tokens` must hold a row of 16 tokens"),
+  ],
+)
+def test_wrong_stages_are_named(change, match):
+  with pytest.raises(ValueError, match=match):
+    Settings(**_fields("tiny") | change)
+
+
+def test_every_stage_is_trained_for_its_steps(monkeypatch):
+  settings = Settings(**_fields("tiny"))
+  seen = []
+
+  def train_step(settings, state, tokens, targets, answer_mask):
+    seen.append(tokens.shape)
+    return state, 0.0
+
+  monkeypatch.setattr(training, "train_step", train_step)
+  training.train(settings, 0, lambda step, loss: None)
+  assert seen == [(8, 8), (8, 8), (4, 16), (4, 16)]

@@ -52,6 +52,12 @@ def test_loops_count_as_often_as_they_run():
   assert tpu_schedule.kernel_cycles(depths, case, config) == 5 + 800 + 120
 
 
+def test_every_table_has_its_place():
+  text = tpu_schedule.README.read_text()
+  for part in tpu_schedule.parts():
+    assert f"<!-- {part} -->" in text
+
+
 def test_what_the_matrix_units_need():
   # Of 256 tokens and width: 3 products per segment, and 7.5 reads on average.
   one = 2 * 256**3
@@ -65,6 +71,7 @@ def test_what_reads_need():
   assert read(256).flops == 64 * one
   assert read(256, selected=2, backward=True).flops == 2 * 2 * one
   assert read(256, hidden=512).flops == 64 * 4 * one
+  assert read(256, hidden=512, backward=True).flops == 3 * 64 * 4 * one
   # Every state is selected about 128 times, by some more and by some less.
   assert 64 < tpu_schedule_reads.tiles_in_use(read(256, selected=2), 128) < 128
 

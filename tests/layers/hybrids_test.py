@@ -72,9 +72,11 @@ def attend(layer, x, h):
   """Every token of a segment: softmax over persistent, recalled and real."""
   attention = layer.attention
   position = jnp.broadcast_to(jnp.arange(x.shape[1])[None], x.shape[:2])
-  q, plain, *_ = attention.queries(x, position, jnp.zeros_like(position))
+  q, plain, *_ = attention.queries(
+    attention.q(x), position, jnp.zeros_like(position)
+  )
   (persistent,) = attention.persistent_keys()
-  k = [attention.keys(x, position), attention.keys(h, position)]
+  k = [attention.keys(attention.k(z), position) for z in (x, h)]
   v = [attention.v(x), attention.v(h)]
   rows = []
   for i in range(x.shape[1]):

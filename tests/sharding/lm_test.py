@@ -37,12 +37,12 @@ SETTINGS = Settings(
   optimizer=OptimizerSettings(peak=1e-2, warmup=1, accumulate=2),
   steps=3,
   batch_size=16,
-  length=24,
+  length=32,
 )
 # Devices of each session of a run, one after the other.
 MESHES = [
   (8, MeshSettings(fsdp=4, tensor=2)),
-  (4, MeshSettings(data=2, fsdp=2)),
+  (4, MeshSettings(fsdp=2, sequence=2)),
   (1, MeshSettings()),
 ]
 
@@ -163,6 +163,15 @@ def test_weights_and_moments_are_spread():
 def test_axes_of_an_array(letters, shape, expected):
   mesh = prepared(0)[0].mesh
   assert sharding.partition(letters, shape, mesh) == jax.P(*expected)
+
+
+def test_segments_that_cannot_be_spread():
+  mesh = prepared(1)[0].mesh
+  with pytest.raises(InputError, match="length must be .* 40, 2 and 8"):
+    sharding.layout(replace(SETTINGS, length=40), mesh)
+  plain = replace(SETTINGS, model=replace(SETTINGS.model, caching="none"))
+  with pytest.raises(InputError, match="model.caching grm, soup or ssc"):
+    sharding.layout(plain, mesh)
 
 
 def test_rows_that_cannot_be_spread():

@@ -182,9 +182,7 @@ def _forward(options, inputs, fresh):
     )
 
   def spread(*args):
-    return sharding.over_batch_and_heads(
-      forward, args, _axes_of(*args), _OUTPUT_AXES
-    )
+    return sharding.over_devices(forward, args, _axes_of(*args), _OUTPUT_AXES)
 
   outputs = _dispatch.first_order(_NAME, spread, inputs, fresh)
   return outputs, (inputs, fresh, outputs[1])
@@ -213,7 +211,7 @@ def _backward(options, residuals, gradients):
   def spread(*args):
     axes = _axes_of(inputs, fresh)
     all_axes = (*axes, _OUTPUT_AXES[1], _OUTPUT_AXES)
-    return sharding.over_batch_and_heads(backward, args, all_axes, axes[0])
+    return sharding.over_devices(backward, args, all_axes, axes[0])
 
   args = (inputs, fresh, ends, gradients)
   return _dispatch.first_order(_NAME, spread, *args), None

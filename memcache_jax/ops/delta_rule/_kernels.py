@@ -56,13 +56,15 @@ def triton(
 ) -> tuple[Array, Array]:
   """`delta_rule` as kernels for GPUs; masked tokens come in as zeros."""
   pieces = _dispatch.kernel_module("delta_rule.config")
-  size, starting = pieces.TRITON_CHUNK, initial is not None
-  scalars = _scalars(beta, log_decay, starts, starting, size)
+  config = pieces.triton_config(_call(pieces, q, v))
+  scalars = _scalars(
+    *(beta, log_decay, starts, initial is not None), config.chunk
+  )
   operands = _dispatch.kernel_module("delta_rule.operands").Operands(
     *(q, k, v, scalars, state, initial)
   )
   module = _dispatch.kernel_module("delta_rule.triton")
-  return module.fwd(operands, config=pieces.triton_config(_call(pieces, q, v)))
+  return module.fwd(operands, config=config)
 
 
 def _config(q, v):

@@ -1,10 +1,10 @@
-"""Memories and attention on the rows and heads that a device holds."""
+"""Memories on the rows and heads that a device holds."""
 
 import jax
 
 from memcache_jax import sharding
 from memcache_jax.array_typing import Array, Float, Params, PyTree, State
-from memcache_jax.memories import HeadShape, Memory, Tokens
+from memcache_jax.memories._base import HeadShape, Memory, Tokens
 
 
 def scan(
@@ -15,30 +15,37 @@ def scan(
   Rows and heads never mix in a memory. Said once here, it holds for whatever a
   memory computes, and its kernels find all they need on their device.
   """
-  if not any(sharding.spec_of(tokens.q)):
+  spec = sharding.spec_of(tokens.q)
+  if not any(spec) or (spec[1] and memory.spreads_tokens):
     return memory.scan(params, state, tokens)
-  axes = _state_axes(memory, tokens)
 
   def local(tokens, params, state):
     return memory.scan(params, state, tokens)
 
-  return sharding.over_batch_and_heads(
+  of_state = state_axes(memory, tokens)
+  return sharding.over_devices(
     local,
     (tokens, params, state),
     (
-      jax.tree.map(lambda x: "b t n k"[: 2 * x.ndim - 1], tokens),
-      jax.tree.map(lambda x: _letters("n", x.ndim), params),
-      None if state is None else axes,
+      token_axes(tokens),
+      param_axes(params),
+      None if state is None else of_state,
     ),
-    ("b t n v", axes),
+    ("b t n v", of_state),
   )
 
 
-def _letters(first: str, ndim: int) -> str:
-  return " ".join([*first, *"_" * (ndim - len(first))])
+def token_axes(tokens: Tokens) -> PyTree:
+  """Letters of the axes of tokens, see `sharding.over_axes`."""
+  return jax.tree.map(lambda x: "b t n k"[: 2 * x.ndim - 1], tokens)
 
 
-def _state_axes(memory: Memory, tokens: Tokens) -> PyTree:
+def param_axes(params: Params) -> PyTree:
+  """Letters of the axes of parameters: heads first."""
+  return jax.tree.map(lambda x: " ".join("n" + "_" * (x.ndim - 1)), params)
+
+
+def state_axes(memory: Memory, tokens: Tokens) -> PyTree:
   """Letters of the axes of a state, seen by what changes with which size."""
   shape, length = tokens.head_shape, tokens.q.shape[1]
 
