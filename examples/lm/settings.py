@@ -17,6 +17,8 @@ FREE = (
   "evaluation_batches",
   "keep",
   "prefetch",
+  "watch_tokens",
+  "profile_steps",
 )
 
 
@@ -158,6 +160,9 @@ class Settings:
     save_every: steps between checkpoints; the last step is always saved.
     keep: checkpoints kept.
     prefetch: batches made ahead of time.
+    watch_tokens: first tokens of every held-out row on which memories are
+      watched whenever the loss is measured, one by one; 0 for not at all.
+    profile_steps: steps of each session to trace; 0 for none.
   """
 
   model: ModelSettings = field(default_factory=ModelSettings)
@@ -174,6 +179,8 @@ class Settings:
   save_every: int = 50
   keep: int = 2
   prefetch: int = 2
+  watch_tokens: int = 0
+  profile_steps: int = 0
 
   def __post_init__(self):
     _check(self)
@@ -224,6 +231,11 @@ def _check(settings: Settings) -> None:
     if getattr(settings, name) < 1:
       raise InputError(
         f"{name} must be at least 1: got {getattr(settings, name)}"
+      )
+  for name in ("watch_tokens", "profile_steps"):
+    if getattr(settings, name) < 0:
+      raise InputError(
+        f"{name} must be at least 0: got {getattr(settings, name)}"
       )
   parts, data = settings.optimizer.accumulate, settings.data
   if parts < 1 or settings.batch_size % parts:

@@ -21,9 +21,17 @@ from rich.progress import (
 
 from examples.checkpoints import Checkpoints
 from examples.interrupt import Interrupt
-from examples.lm import data, export, sharding, tokenizers, training
+from examples.lm import (
+  data,
+  export,
+  sharding,
+  tokenizers,
+  training,
+  utilization,
+)
 from examples.lm.metrics import Log, parameter_table
 from examples.lm.packing import Batch
+from examples.lm.profiling import Profile
 from examples.lm.settings import Settings
 from examples.train_state import TrainState
 from examples.workdir import claim
@@ -72,6 +80,9 @@ def run(
   with jax.set_mesh(mesh), closing(session):
     state = session.begin()
     say(parameter_table(state))
+    if utilization.peak(jax.devices()) is None:
+      kind = jax.devices()[0].device_kind
+      say(f"utilization is not logged: nobody wrote down the peak of {kind}")
     with _progress(console, first) as update:
       state = session.train(state, update, interrupt)
     step = int(state.step)
@@ -121,6 +132,7 @@ class _Session:
     self._batches = data.iterator(make(train, True), settings.prefetch)
     self._held_out = make(held_out, False)
     self._step, self._measure = training.compiled(settings, shardings)
+    self._profile = Profile(workdir, settings.profile_steps)
     self._checkpoints: Checkpoints | None = None
     self._log: Log | None = None
 
@@ -149,9 +161,14 @@ class _Session:
     settings = self._settings
     step = int(state.step)
     update(total=settings.steps, completed=step)
-    recorder = _Recorder(self._settings, self._log, self._workdir, update)
+    first = step
+    parameters = sum(x.size for x in jax.tree.leaves(state.params))
+    recorder = _Recorder(
+      *(self._settings, parameters, self._log, self._workdir, update)
+    )
     while step < settings.steps:
       step += 1
+      self._profile.before(step - first, state)
       batch = next(self._batches)
       on_devices = self._spread(batch)
       with jax.transfer_guard("disallow"):
@@ -178,16 +195,21 @@ class _Session:
     settings = self._settings
     batches = iter(self._held_out)
     empty = Batch.empty(len(self._rows), settings.length)
-    nats, tokens = 0.0, 0.0
-    for _ in range(settings.evaluation_batches):
+    nats, tokens, watched = 0.0, 0.0, {}
+    for number in range(settings.evaluation_batches):
       # All processes take part, whether they have rows left or not.
       batch = self._spread(next(batches, empty))
       with jax.transfer_guard("disallow"):
         sums = self._measure(state.params, batch)
+        if number == 0 and settings.watch_tokens:
+          watch = training.compiled_watch(settings, self._shardings)
+          watched = watch(state.params, batch)
       loss, count = jax.device_get(sums)
       nats, tokens = nats + float(loss), tokens + float(count)
     loss = nats / max(tokens, 1.0)
-    self._log.write(int(state.step), {"held_out_loss": loss})
+    scalars = {"held_out_loss": loss, **jax.device_get(watched)}
+    scalars = {name: float(value) for name, value in scalars.items()}
+    self._log.write(int(state.step), scalars)
     return loss
 
   def _spread(self, batch: Batch) -> Batch:
@@ -205,6 +227,7 @@ class _Session:
   def close(self) -> None:
     """Ends what runs beside the steps; raises if a save failed."""
     self._batches.close()
+    self._profile.close()
     if self._log is not None:
       self._log.close()
     if self._checkpoints is not None:
@@ -214,8 +237,9 @@ class _Session:
 class _Recorder:
   """Reads metrics one step late, checks and logs them."""
 
-  def __init__(self, settings, log, workdir, update):
-    self._settings, self._log = settings, log
+  def __init__(self, settings, parameters, log, workdir, update):
+    self._settings, self._parameters, self._log = settings, parameters, log
+    self._peak = utilization.peak(jax.devices())
     self._workdir, self._update = workdir, update
     self._pending = None
     self._tokens = 0.0
@@ -245,6 +269,9 @@ class _Recorder:
     if step % self._settings.log_every == 0 or step == self._settings.steps:
       seconds = time.perf_counter() - self._clock
       scalars["tokens_per_second"] = self._tokens / seconds
+      if self._peak is not None:
+        done = utilization.model_flops(self._parameters, self._tokens)
+        scalars["utilization"] = done / seconds / self._peak
       self._log.write(step, scalars)
       self.restart_clock()
 

@@ -1,6 +1,7 @@
 """One step, and one measurement, as functions that jax compiles."""
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast
 
@@ -16,7 +17,11 @@ from examples.lm.model import model_config
 from examples.lm.packing import Batch
 from examples.lm.settings import Settings
 from examples.train_state import TrainState, adamw, schedule
-from memcache_jax.models import next_token_loss
+from memcache_jax.models import (
+  memory_reports,
+  next_token_loss,
+  segment_gates,
+)
 
 
 @jax.tree_util.register_dataclass
@@ -144,6 +149,48 @@ def evaluation_step(
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
   """Nats of all tokens that count, and their number."""
   return summed_loss(settings, params, batch, z_loss=0.0)
+
+
+def watch(
+  settings: Settings, params: nnx.State, batch: Batch
+) -> dict[str, Float[Array, ""]]:
+  """What the memories do with the first tokens of every row.
+
+  Returns:
+    Of all layers that have it: the mean inner loss, the largest norm of a
+    memory, and the mean entropy, in nats, of the gates of cached memories.
+  """
+  model = functional.with_params(model_config(settings.model), params)
+  tokens, mask = (
+    x[:, : settings.watch_tokens] for x in (batch.tokens, batch.mask)
+  )
+  reports = memory_reports(model, tokens, mask=mask).values()
+  losses = [x.inner_loss for x in reports if x.inner_loss is not None]
+  norms = [x.state_norm for x in reports]
+  entropies = []
+  for gates in segment_gates(model, tokens, mask=mask).values():
+    # 0 log 0 is 0, and masked tokens have no gates.
+    entropy = jnp.sum(jax.scipy.special.entr(gates))
+    count = jnp.maximum(jnp.sum(mask), 1) * gates.shape[2]
+    entropies.append(entropy / count.astype(jnp.float32))
+  scalars = {}
+  if losses:
+    scalars["inner_loss"] = jnp.mean(jnp.stack(losses))
+  if norms:
+    scalars["state_norm"] = jnp.max(jnp.stack(norms))
+  if entropies:
+    scalars["gate_entropy"] = jnp.mean(jnp.stack(entropies))
+  return scalars
+
+
+@functools.cache
+def compiled_watch(settings: Settings, shardings) -> Callable:
+  """`watch`, jitted for a layout."""
+  return jax.jit(
+    functools.partial(watch, settings),
+    in_shardings=(shardings.state.params, shardings.batch),
+    out_shardings=shardings.everywhere,
+  )
 
 
 @functools.cache

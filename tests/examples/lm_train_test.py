@@ -8,6 +8,7 @@ import re
 import shutil
 from dataclasses import replace
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,7 +19,7 @@ from rich.console import Console
 from examples import functional
 from examples.checkpoints import Checkpoints
 from examples.interrupt import Interrupt
-from examples.lm import export, sharding, train, training
+from examples.lm import export, sharding, train, training, utilization
 from examples.lm.model import model_config
 from examples.lm.packing import Batch
 from examples.lm.settings import (
@@ -28,7 +29,9 @@ from examples.lm.settings import (
   OptimizerSettings,
   Settings,
 )
+from examples.train_state import adamw
 from examples.workdir import InputError
+from memcache_jax.layers import NoDecayParam
 from memcache_jax.testing import assert_close
 
 pytestmark = pytest.mark.slow
@@ -65,6 +68,8 @@ TINY = Settings(
   save_every=2,
   keep=3,
   evaluation_batches=2,
+  watch_tokens=8,
+  profile_steps=1,
 )
 
 
@@ -91,6 +96,7 @@ def log(name="run") -> list[dict]:
   entries = [json.loads(line) for line in lines]
   for entry in entries:
     entry.pop("tokens_per_second", None)
+    entry.pop("utilization", None)
   return entries
 
 
@@ -158,21 +164,60 @@ def test_parts_of_a_batch_give_the_gradient_of_the_whole():
   assert_close(jax.tree.leaves(got), jax.tree.leaves(expected), 1e-5)
 
 
-# Every family, one of its kinds of caching each.
-FAMILIES = [
-  "transformer",
-  "samba",
-  "retnet",
-  "deltanet",
-  "rwkv7",
-  "memora",
-  "swla_log",
-  "dla_soup",
-  "titans_ssc",
-  "titans_mac",
-  "titans_mag",
-  "titans_mal",
-]
+def test_large_gradients_are_clipped_and_only_weights_decay():
+  params = nnx.State(
+    {"w": nnx.Param(jnp.ones(4)), "b": NoDecayParam(jnp.ones(()))}
+  )
+  rate = 0.5
+
+  def updates(*sizes):
+    optimizer = adamw(lambda _: rate, weight_decay=0.1)
+    state, update = optimizer.init(params), None
+    for size in sizes:
+      grads = jax.tree.map(lambda x, s=size: jnp.full_like(x, s), params)
+      update, state = optimizer.update(grads, state, params)
+    return update
+
+  with jax.numpy_dtype_promotion("standard"):  # optax needs it
+    # Adam's second step shows how large the first gradient was: 5 numbers of
+    # 5 ** -0.5 have a norm of 1.
+    clipped, expected = updates(100.0, 0.01), updates(5**-0.5, 0.01)
+    other, still = updates(0.1, 0.01), updates(0.0)
+  chex.assert_trees_all_close(clipped, expected, rtol=1e-5)
+  assert abs(other["w"][0] - expected["w"][0]) > 1e-2
+  np.testing.assert_allclose(still["w"][...], -rate * 0.1, rtol=1e-6)
+  assert still["b"][...] == 0
+
+
+def test_memories_are_watched():
+  model = replace(TINY.model, family="dla", caching="grm")
+  settings = replace(TINY, model=model, watch_tokens=20)
+  batch = Batch.empty(2, 32)
+  batch.tokens[:] = np.random.default_rng(0).integers(250, size=(2, 32))
+  batch.mask[:, :20] = True
+  batch.mask[1, 8:] = False
+  params = functional.initial_params(model_config(model), 0)
+  scalars = jax.jit(
+    lambda params, batch: training.watch(settings, params, batch)
+  )(params, batch)
+  assert set(scalars) == {"inner_loss", "state_norm", "gate_entropy"}
+  chex.assert_tree_all_finite(scalars)
+  assert scalars["state_norm"] > 0
+  # Gates start nearly equal: of one, two and three memories.
+  entropy = (8 * np.log(2) + 4 * np.log(3)) / 28
+  np.testing.assert_allclose(scalars["gate_entropy"], entropy, rtol=1e-2)
+
+
+def test_utilization_needs_a_known_peak(monkeypatch):
+  device = jax.devices()[0]
+  assert utilization.peak([device]) is None
+  monkeypatch.setitem(utilization.PEAKS, device.device_kind, 1e9)
+  assert utilization.peak([device, device]) == 2e9
+  assert utilization.model_flops(10, 7.0) == 420
+
+
+# One of every kind of training step that no other test takes.
+FAMILIES = ["deltanet", "rwkv7", "memora", "titans_mal"]
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -209,7 +254,12 @@ FIRST_LOSS = 5.5612
 
 
 def test_a_stopped_run_goes_on_with_equal_numbers(here, monkeypatch, capsys):
-  whole = run(TINY, "whole")
+  with monkeypatch.context() as patch:
+    patch.setitem(utilization.PEAKS, jax.devices()[0].device_kind, 1e12)
+    whole = run(TINY, "whole")
+  lines = pathlib.Path("whole", "metrics.jsonl").read_text().splitlines()
+  assert all(0 < json.loads(x)["utilization"] < 1 for x in lines[:-1])
+  assert list(pathlib.Path("whole", "profile").rglob("*.xplane.pb"))
   losses = [entry["loss"] for entry in log("whole")[:-1]]
   assert [entry["step"] for entry in log("whole")] == [1, 2, 3, 4, 5, 6, 6]
   assert losses[-1] < losses[0]
@@ -240,6 +290,7 @@ def test_a_stopped_run_goes_on_with_equal_numbers(here, monkeypatch, capsys):
 
   result = run(TINY)
   output = " ".join(capsys.readouterr().out.split())
+  assert "nobody wrote down the peak of cpu" in output
   assert "checkpoint 6 was left half-written" in output
   assert "checkpoint 5 cannot be read" in output
   assert "going on after step 4" in output
@@ -277,6 +328,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(here):
 @pytest.mark.parametrize(
   ("options", "message"),
   [
+    ({"watch_tokens": -1}, "watch_tokens must be at least 0: got -1"),
     ({"data": replace(TINY.data, path="x.txt")}, "no file matches x.txt"),
     ({"mesh": MeshSettings(data=9)}, "does not fit 1 devices"),
     ({"batch_size": 64}, "needs 64 documents: there are 32"),

@@ -3,6 +3,7 @@
 import functools
 from dataclasses import replace
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -106,6 +107,20 @@ def test_eight_then_four_then_one_device_equal_one(tmp_path):
     jax.tree.leaves(jax.device_get(state)),
     1e-4,  # Adam divides by roots of small sums
   )
+
+
+def test_memories_are_watched_on_any_mesh():
+  settings, watched = replace(SETTINGS, watch_tokens=20), []
+  for i in (0, 2):
+    layout, _ = prepared(i)
+    rows = list(range(SETTINGS.batch_size))
+    data = sharding.global_batch(batch(0), rows, len(rows), layout.batch)
+    with jax.set_mesh(layout.mesh):
+      params = sharding.initial_state(SETTINGS, layout).params
+      watch = training.compiled_watch(settings, layout)
+      watched.append(jax.device_get(watch(params, data)))
+  assert set(watched[0]) == {"state_norm", "gate_entropy"}
+  chex.assert_trees_all_close(*watched, rtol=1e-4)
 
 
 def test_weights_and_moments_are_spread():
