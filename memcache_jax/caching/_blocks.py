@@ -9,17 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from memcache_jax.array_typing import Array, Int
-from memcache_jax.caching._aggregators import Aggregator
 from memcache_jax.caching._state import CacheState
-
-
-def empty(
-  aggregate: Aggregator, batch: int, heads: int
-) -> Int[Array, "b n r"] | None:
-  """What a new state carries; None where tokens select alone."""
-  if aggregate.block == 1 or aggregate.max_selected is None:
-    return None
-  return jnp.full((batch, heads, aggregate.max_selected), -1, jnp.int32)
 
 
 def share_places(block, choose, inputs, state, segments):

@@ -19,13 +19,12 @@ from memcache_jax.array_typing import (
   State,
 )
 from memcache_jax.caching import (
-  _blocks,
   _by_segment,
   _layout,
-  _levels,
   _one_segment,
   _over_devices,
   _segment_scan,
+  _state,
 )
 from memcache_jax.caching._aggregators import Aggregator, GatedResidual
 from memcache_jax.caching._policies import CachePolicy, check_policy
@@ -182,26 +181,7 @@ class Cached(Memory):
     self, params: Params, shape: HeadShape, batch: int, slots: int
   ) -> CacheState:
     """The state before the first token, with room for `slots` memories."""
-    online = self.memory.init_state(params, shape, batch)
-    snapshot = jax.eval_shape(self.memory.snapshot, online)
-    n, k, _ = shape
-    pool = jnp.zeros((batch, n, k), jnp.float32)
-    levels = self.segments.levels(slots)
-    counts_use = self.policy is not None and self.policy.counts_use
-    return CacheState(
-      online=online,
-      pool=pool,
-      position=jnp.zeros((batch,), jnp.int32),
-      memories=jax.tree.map(
-        lambda x: jnp.zeros((batch, slots, *x.shape[1:]), x.dtype), snapshot
-      ),
-      keys=jnp.zeros((batch, slots, n, k), jnp.float32),
-      index=jnp.full((batch, slots), -1, jnp.int32),
-      count=jnp.zeros((batch,), jnp.int32),
-      levels=_levels.empty(online, pool, levels, self.write_mode),
-      use=jnp.zeros((batch, slots), jnp.float32) if counts_use else None,
-      chosen=_blocks.empty(self.aggregate, batch, n),
-    )
+    return _state.empty(self, params, shape, batch, slots)
 
   def check_state(
     self, params: Params, state: State, shape: HeadShape, batch: int

@@ -18,11 +18,7 @@ from memcache_jax import sharding
 from memcache_jax.caching import _layout, _next_state, _router, _segment_scan
 from memcache_jax.caching._next_state import Written
 from memcache_jax.caching._segments import Constant
-from memcache_jax.caching._weights import (
-  last_choice,
-  stored_memories,
-  weigh_some,
-)
+from memcache_jax.caching._weights import stored_memories, weigh_some
 from memcache_jax.memories import _spread
 from memcache_jax.memories._base import Tokens
 
@@ -60,6 +56,11 @@ def _check(cached, state, tokens, devices):
       cached.write_mode,
     ),
     (cached.policy is None, "`policy` must be None", cached.policy),
+    (
+      cached.aggregate.block == 1,
+      "tokens must choose each for itself, `block=1`",
+      cached.aggregate,
+    ),
     (state is None, "`state` must be None", "one"),
     (tokens.mask is None, "`mask` must be None", "one"),
     (
@@ -117,9 +118,6 @@ def _run_own(cached, params, tokens, axis):
   every = everyone(every)._replace(index=index, document=document)
   stored = stored_memories(None, written, every)
   weighed = weigh_some(cached, None, stored, segments, inner, first)
-  written = written._replace(
-    chosen=last_choice(cached, layout, segments, stored, weighed.selection)
-  )
   y = _segment_scan.read(
     cached, params, layout, inner, stored, weighed, y, start
   )

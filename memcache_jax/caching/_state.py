@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from memcache_jax import token_layout
 from memcache_jax.array_typing import Array, Bool, Float, Int, PyTree, State
 from memcache_jax.caching._levels import Levels
+from memcache_jax.caching._levels import empty as empty_levels
 
 
 class CacheState(NamedTuple):
@@ -39,6 +40,33 @@ class CacheState(NamedTuple):
   levels: Levels | None = None
   use: Float[Array, "b s"] | None = None
   chosen: Int[Array, "b n r"] | None = None
+
+
+def empty(cached, params, shape, batch: int, slots: int) -> CacheState:
+  """`Cached.empty_state`."""
+  online = cached.memory.init_state(params, shape, batch)
+  snapshot = jax.eval_shape(cached.memory.snapshot, online)
+  n, k, _ = shape
+  pool = jnp.zeros((batch, n, k), jnp.float32)
+  levels = cached.segments.levels(slots)
+  counts_use = cached.policy is not None and cached.policy.counts_use
+  choice = None
+  if cached.aggregate.block > 1:
+    choice = jnp.full((batch, n, cached.aggregate.max_selected), -1, jnp.int32)
+  return CacheState(
+    online=online,
+    pool=pool,
+    position=jnp.zeros((batch,), jnp.int32),
+    memories=jax.tree.map(
+      lambda x: jnp.zeros((batch, slots, *x.shape[1:]), x.dtype), snapshot
+    ),
+    keys=jnp.zeros((batch, slots, n, k), jnp.float32),
+    index=jnp.full((batch, slots), -1, jnp.int32),
+    count=jnp.zeros((batch,), jnp.int32),
+    levels=empty_levels(online, pool, levels, cached.write_mode),
+    use=jnp.zeros((batch, slots), jnp.float32) if counts_use else None,
+    chosen=choice,
+  )
 
 
 def to_front(state: CacheState, keep: Bool[Array, "b s"]) -> CacheState:
