@@ -20,6 +20,7 @@ from memcache_jax.array_typing import (
 )
 from memcache_jax.caching import (
   _by_segment,
+  _host,
   _layout,
   _one_segment,
   _over_devices,
@@ -266,16 +267,17 @@ class Cached(Memory):
 
     Returns:
       y, the state, and the weight with which every token reads each memory:
-      those cached before the call, those of the segments of this call in
-      order (0 where not readable), and last the online one. With a policy
-      that takes turns: each place of the cache as it was then, and last the
-      online one.
+      those cached before the call, those of the segments of this call in order
+      (0 where not readable), and last the online one. With a policy that takes
+      turns: each place of the cache as it was then, and last the online one.
     """
     check_tokens(self, tokens)
     _layout.check_room(self, tokens)
     if state is not None:
       self.check_state(params, state, tokens.head_shape, tokens.q.shape[0])
     b, t = tokens.q.shape[:2]
+    if t > 1 or tokens.starts is not None:
+      _host.check_on_device(state)
     if t > 1 and self.policy is not None and self.policy.takes_turns:
       return _by_segment.run(self, params, state, tokens)
     if t > 1:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from memcache_jax import token_layout
-from memcache_jax.caching import _blocks, _levels, _router
+from memcache_jax.caching import _blocks, _host, _levels, _router
 from memcache_jax.caching._segments import block_level
 from memcache_jax.caching._sparse_read import read_selected
 from memcache_jax.caching._weights import mix, selects
@@ -84,16 +84,18 @@ def run(cached, params, state, tokens):
 def _read(cached, params, state, tokens, weights, own, selection):
   memory = cached.memory
   inner = memory_tokens(memory, tokens, tokens.mask)
+  memories = state.memories
+  selected = selects(cached.aggregate, weights.shape[-1])
+  if not selected:
+    memories = _host.to_device(memories)
   if cached.aggregate.mixes_parameters and not memory.reads_linearly:
-    return memory.scan_soup(
-      params, state.online, inner, state.memories, weights, own
-    )
+    return memory.scan_soup(params, state.online, inner, memories, weights, own)
   y, online = memory.scan(params, state.online, inner)
   y = own[..., None] * y.astype(jnp.float32)
-  if selects(cached.aggregate, weights.shape[-1]):
-    y += read_selected(memory, params, state.memories, tokens.q, selection)
+  if selected:
+    y += read_selected(memory, params, memories, tokens.q, selection)
   elif weights.shape[-1]:
-    y += memory.read_many(params, state.memories, tokens.q, weights)
+    y += memory.read_many(params, memories, tokens.q, weights)
   return y, online
 
 
@@ -173,7 +175,8 @@ def _cache(cached, params, state, done, shape):
   slot = jnp.where(done, slot, slots)[:, None]  # out of range: dropped
 
   def put(stored, new):
-    return token_layout.put_rows(stored, slot, new[:, None])
+    put_rows = token_layout.put_rows
+    return _host.where_it_lies(put_rows, stored, slot, new[:, None])
 
   state = state._replace(
     memories=jax.tree.map(put, state.memories, snapshot),

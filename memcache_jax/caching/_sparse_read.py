@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from memcache_jax import sharding
 from memcache_jax.array_typing import Array, Float, Params, State
+from memcache_jax.caching import _host
 from memcache_jax.caching._aggregators import Selection
 from memcache_jax.memories._base import Memory
 from memcache_jax.ops.cache_read._plan import make_plan
@@ -129,9 +130,11 @@ def _take_memories(memories, index):
   b, p, n = index.shape
 
   # Not a mapped x[i], which would lay all memories out anew, heads first.
+  take = functools.partial(jnp.take_along_axis, axis=1, mode="clip")
+
   def one(x):
     where = index.reshape(b, p, n, *(1,) * (x.ndim - 3))
-    x = jnp.take_along_axis(x, where, axis=1, mode="clip")
+    x = _host.to_device(_host.where_it_lies(take, x, where))
     return x.reshape(b * p, *x.shape[2:])
 
   return jax.tree.map(one, memories)

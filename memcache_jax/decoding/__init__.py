@@ -2,6 +2,7 @@
 
 from memcache_jax.decoding._export import export_step
 from memcache_jax.decoding._generate import generate, stream
+from memcache_jax.decoding._offload import to_device, to_host
 from memcache_jax.decoding._states import mark, rewind, verify, with_room
 from memcache_jax.decoding._steps import decode_step, prefill
 
@@ -13,6 +14,8 @@ __all__ = [
   "prefill",
   "rewind",
   "stream",
+  "to_device",
+  "to_host",
   "verify",
   "with_room",
 ]
