@@ -9,7 +9,6 @@ from jax.experimental.pallas import tpu as pltpu
 from memcache_jax.caching._sparse_read import read_selected
 from memcache_jax.memories import Linear
 from memcache_jax.ops import cache_read
-from memcache_jax.ops.mlp_memory import MLP, read_networks
 from memcache_jax.testing import assert_close
 
 
@@ -26,16 +25,6 @@ def _selected(implementation, q, states, weights):
   return read_selected(memory, {}, states, q, index, weights[..., :2])
 
 
-def _networks(implementation, q, states, weights):
-  """With a gain that rows share, and that is theirs together."""
-  gain = 1 + jnp.sum(weights, axis=(0, 1))[:, :1] * jnp.ones((1, 32))
-  params = {"ln_gain": gain, "ln_bias": gain}
-  return read_networks(
-    *(MLP(depth=1), params, {"w": states}, q, weights),
-    implementation=implementation,
-  )
-
-
 def _step(read, implementation):
   def loss(*inputs):
     y = read(implementation, *inputs)
@@ -44,7 +33,7 @@ def _step(read, implementation):
   return jax.jit(jax.grad(loss, argnums=(0, 1, 2), has_aux=True))
 
 
-@pytest.mark.parametrize("read", [_all, _selected, _networks])
+@pytest.mark.parametrize("read", [_all, _selected])
 def test_rows_and_heads_over_eight_devices(read):
   rng = np.random.default_rng(0)
   normal = lambda *axes: rng.standard_normal(axes).astype(np.float32)
