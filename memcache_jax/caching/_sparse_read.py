@@ -43,7 +43,8 @@ def read_selected(
   """
   index, weights, _, others = selection
   y = memory.read_selected(params, memories, q, index, weights, _read)
-  if others is None:
+  # What is on the host is not for training.
+  if others is None or _host.is_on_host(memories):
     return y
   return y + _read_backwards(memory, params, memories, q, others)
 

@@ -17,8 +17,9 @@ def to_host(
   A decode step then gives what it gave before, to the bit, and needs room on
   the device for the memories that it reads only. What is written stays on the
   host. Several tokens are read, and new documents begun, on the device: read a
-  prompt first, or call `to_device`. Run on a CPU only so far, where both
-  memories are one and nothing is gained.
+  prompt first, or call `to_device`. Compiled for a TPU (v5e), where the cache
+  then takes no room on the device, but run on a CPU only, where both memories
+  are one; not compiled for GPUs.
 
   Args:
     model: the model; its cached layers choose (`SparseSelective`) among
