@@ -6,7 +6,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from memcache_jax.array_typing import Array, Float, Int
+from memcache_jax.array_typing import Array, Float, Int, Leaf
 
 _LOW = -1e30  # a logit that exp turns into exactly 0, and finite
 
@@ -29,8 +29,8 @@ class Keys(NamedTuple):
 
   k: Float[Array, "... _m n k"]
   v: Float[Array, "... _m n v"]
-  position: Int[Array, "b _m"] | None  # in the document
-  document: Int[Array, "b _m"] | None  # number in the call; -1: not seen
+  position: Leaf  # Int [b m], in the document; None: everyone sees the key
+  document: Leaf  # Int [b m], number in the call; -1: nobody does
 
 
 def attend(
