@@ -55,6 +55,7 @@ def _paper(
       vocab_size=32_000,
       segment_length=256,
       inner_batch=128,
+      max_kept_bytes=2**30,
       dtype="bfloat16",
       remat="blocks",
     ),

@@ -82,15 +82,19 @@ def model_config(settings: ModelSettings) -> ModelConfig:
 
 
 def _memory(settings: ModelSettings) -> Memory:
+  deep = {
+    "inner_batch": settings.inner_batch,
+    "max_kept_bytes": settings.max_kept_bytes,
+  }
   match settings.family:
     case "swla":
       return SlidingWindowLinear()
     case "dla":
-      return DeepLinear(inner_batch=settings.inner_batch)
+      return DeepLinear(**deep)
     case "titans" | "titans_mac" | "titans_mag" | "titans_mal":
-      return Titans(inner_batch=settings.inner_batch)
+      return Titans(**deep)
     case "memora":
-      return Memora(inner_batch=settings.inner_batch)
+      return Memora(**deep)
   raise InputError(
     "model.family must be transformer, samba, retnet, deltanet, rwkv7, memora, "
     "swla, dla, titans, titans_mac, titans_mag or titans_mal: "

@@ -41,6 +41,8 @@ class ModelSettings:
     window: tokens that attention sees in samba, titans_mag and titans_mal.
     inner_batch: tokens whose inner gradient is taken at the same weights, in
       memories that are networks.
+    max_kept_bytes: of the weights of such a memory, kept per layer for the
+      backward pass; what is beyond is computed again.
     top_k: cached memories a token reads, with ssc.
     write_mode: of cached memories, independent or checkpoint.
     tie_embeddings: whether the output layer is the transposed embedding.
@@ -60,6 +62,7 @@ class ModelSettings:
   segment_length: int = 32
   window: int = 2048
   inner_batch: int = 16
+  max_kept_bytes: int = 2**26
   top_k: int = 2
   write_mode: str = "independent"
   tie_embeddings: bool = True

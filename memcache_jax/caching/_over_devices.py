@@ -19,8 +19,12 @@ from memcache_jax.caching import _layout, _next_state, _router, _segment_scan
 from memcache_jax.caching._next_state import Written
 from memcache_jax.caching._segments import Constant
 from memcache_jax.caching._weights import stored_memories, weigh_some
-from memcache_jax.memories import _spread
-from memcache_jax.memories._base import Tokens
+from memcache_jax.memories._base import (
+  Tokens,
+  param_axes,
+  state_axes,
+  token_axes,
+)
 
 
 def run(cached, params, state, tokens):
@@ -35,8 +39,8 @@ def run(cached, params, state, tokens):
   return sharding.over_devices(
     lambda tokens, params: _run_own(cached, params, tokens, axis),
     (tokens, params),
-    (_spread.token_axes(tokens), _spread.param_axes(params)),
-    ("b t n v", _spread.state_axes(cached, tokens)),
+    (token_axes(tokens), param_axes(params)),
+    ("b t n v", state_axes(cached, tokens)),
     letters="btn",
   )
 

@@ -25,7 +25,8 @@ class Gates(nnx.Module):
   =========== ============================================================
   log_decay   ``-exp(A_log) softplus(h W + dt_bias)``, Mamba-2
               (arXiv 2405.21060): the logarithm itself, so that no decay
-              is too strong or too weak to be exact
+              is too strong or too weak to be exact; ``exp(A_log)`` is at
+              the start `scale` times what it is there
   dt          the ``softplus(h W + dt_bias)`` of that same decay
   sigmoid     ``scale * sigmoid(h W + bias)``
   linear      ``h W + bias``
@@ -157,7 +158,7 @@ class _Decay(nnx.Module):
     rate = jax.random.uniform(rngs.params(), shape, minval=low, maxval=high)
     low, high = _TIME_STEP
     time_step = low * (high / low) ** jax.random.uniform(rngs.params(), shape)
-    self.A_log = NoDecayParam(jnp.log(rate))
+    self.A_log = NoDecayParam(jnp.log(gate.scale * rate))
     # The inverse of softplus.
     self.dt_bias = NoDecayParam(time_step + jnp.log(-jnp.expm1(-time_step)))
 

@@ -18,6 +18,7 @@ from memcache_jax.array_typing import (
   PRNGKeyArray,
   State,
 )
+from memcache_jax.memories._axes import param_axes, state_axes, token_axes
 from memcache_jax.memories._gate import Gate, HeadShape
 from memcache_jax.memories._scan_tokens import scan_tokens
 from memcache_jax.memories._tokens import Tokens, check_tokens
@@ -25,7 +26,16 @@ from memcache_jax.ops import _checks
 from memcache_jax.ops.cache_read import read_one_token
 
 # All that caching knows of memories.
-__all__ = ["Gate", "HeadShape", "Memory", "Tokens", "check_tokens"]
+__all__ = [
+  "Gate",
+  "HeadShape",
+  "Memory",
+  "Tokens",
+  "check_tokens",
+  "param_axes",
+  "state_axes",
+  "token_axes",
+]
 
 
 class Memory:

@@ -26,7 +26,7 @@ class Gate:
       own, "key" for as many as a key has. "connector" and "direction" always
       are that wide.
     bias: bias of the projection at the start, one for all or one per number.
-    scale: factor on a sigmoid.
+    scale: factor on a sigmoid, and on the rate of a "log_decay" at the start.
   """
 
   kind: Literal[

@@ -33,6 +33,7 @@ from memcache_jax.memories._miras_parts import (
   Retention,
   check_composition,
   gates_of,
+  network_params,
 )
 from memcache_jax.ops import _checks, _dispatch
 from memcache_jax.ops._dispatch import Implementation, of_op
@@ -41,7 +42,6 @@ from memcache_jax.ops.mlp_memory import (
   MLP,
   Architecture,
   Closing,
-  EntropyClosing,
   InnerLoss,
   Mix,
   MLPMemoryState,
@@ -81,6 +81,8 @@ class Miras(Memory):
     step_scale: largest total step of an inner batch: the gate "step" is in
       (0, step_scale / (inner_batch window)). None: `default_step_scale`.
     init_std: of the initial weights; None for 1/sqrt(fan in).
+    max_kept_bytes: of weights that a training step keeps for its backward pass,
+      per call; with more of them, less is computed again. 64 MiB by default.
     features: maps keys and queries before the network sees them.
     implementation: of its ops: "reference", "xla", a kernel for its reads of
       cached networks, or None for the fastest. Where kernels may run there is
@@ -105,11 +107,13 @@ class Miras(Memory):
   delayed: bool = False
   step_scale: float | None = None
   init_std: float | None = None
+  max_kept_bytes: int = 2**26
   features: PolynomialFeatures | None = None
   implementation: Implementation | None = None
 
   def __post_init__(self):
     _checks.check_positive(inner_batch=self.inner_batch, window=self.window)
+    _checks.check_positive(max_kept_bytes=self.max_kept_bytes)
     _checks.check_choice(delayed=(self.delayed, (False, True)))
     _dispatch.check_name(self.implementation)
     for name in ("step_scale", "init_std"):
@@ -166,7 +170,7 @@ class Miras(Memory):
       restart=self.optimizer.restart,
     )
     k, v = (jnp.zeros((batch, 0, n, i), jnp.float32) for i in (k, v))
-    return init_state(rule, self._network_params(params), k, v)
+    return init_state(rule, network_params(params, self._closing), k, v)
 
   def step(
     self,
@@ -250,7 +254,7 @@ class Miras(Memory):
       self._map(params, tokens.q),
       self._map(params, tokens.k),
       tokens.v,
-      self._network_params(params),
+      network_params(params, self._closing),
       architecture=self.architecture,
       loss=self.loss,
       inner_batch=self.inner_batch,
@@ -262,6 +266,7 @@ class Miras(Memory):
       loss_gates={name: gates[name] for name in self.loss.gates()},
       closing=self._closing,
       delayed=self.delayed,
+      max_kept_bytes=self.max_kept_bytes,
       mix=mix,
       state=state,
       mask=tokens.mask,
@@ -289,11 +294,3 @@ class Miras(Memory):
 
   def _map(self, params, x):
     return x if self.features is None else self.features(params["features"], x)
-
-  def _network_params(self, params):
-    """The initial network out of the learned parameters."""
-    others = ("features", "row_bias")
-    params = {name: x for name, x in params.items() if name not in others}
-    if isinstance(self._closing, EntropyClosing):
-      return self._closing.positive(params)
-    return params

@@ -20,6 +20,9 @@ from memcache_jax.ops.mlp_memory import (
   NormClosing,
 )
 
+# Of the rates of decays of networks at the start, to those of linear memories.
+DECAY_SCALE = 1 / 64
+
 
 @dataclass(frozen=True)
 class Retention:
@@ -165,7 +168,9 @@ def gates_of(
   width = window if window > 1 else None
   gates = {"step": Gate("sigmoid", width=width, scale=scale)}
   if retention.decay:
-    gates["log_decay"] = Gate("log_decay")
+    # Slow at the start: of a network that forgot itself nothing is left to
+    # learn with, and what is normalised of it has gradients without bound.
+    gates["log_decay"] = Gate("log_decay", scale=DECAY_SCALE)
   if optimizer.momentum:
     gates["momentum"] = Gate("sigmoid")
   for name, largest in loss.gates().items():
@@ -219,3 +224,12 @@ class PolynomialFeatures:
       factor = factors[:, i - 1].astype(jnp.float32)
       parts.append(factor[None, None, :, None] * monomials)
     return jnp.concatenate(parts, axis=-1).astype(x.dtype)
+
+
+def network_params(params: Params, closing: Closing) -> Params:
+  """The initial network out of the learned parameters."""
+  others = ("features", "row_bias")
+  params = {name: x for name, x in params.items() if name not in others}
+  if isinstance(closing, EntropyClosing):
+    return closing.positive(params)
+  return params

@@ -1,10 +1,14 @@
 """Memories on the rows and heads that a device holds."""
 
-import jax
-
 from memcache_jax import sharding
-from memcache_jax.array_typing import Array, Float, Params, PyTree, State
-from memcache_jax.memories._base import HeadShape, Memory, Tokens
+from memcache_jax.array_typing import Array, Float, Params, State
+from memcache_jax.memories._base import (
+  Memory,
+  Tokens,
+  param_axes,
+  state_axes,
+  token_axes,
+)
 
 
 def scan(
@@ -33,33 +37,3 @@ def scan(
     ),
     ("b t n v", of_state),
   )
-
-
-def token_axes(tokens: Tokens) -> PyTree:
-  """Letters of the axes of tokens, see `sharding.over_axes`."""
-  return jax.tree.map(lambda x: "b t n k"[: 2 * x.ndim - 1], tokens)
-
-
-def param_axes(params: Params) -> PyTree:
-  """Letters of the axes of parameters: heads first."""
-  return jax.tree.map(lambda x: " ".join("n" + "_" * (x.ndim - 1)), params)
-
-
-def state_axes(memory: Memory, tokens: Tokens) -> PyTree:
-  """Letters of the axes of a state, seen by what changes with which size."""
-  shape, length = tokens.head_shape, tokens.q.shape[1]
-
-  def sizes(batch, heads):
-    inner = HeadShape(heads, *shape[1:])
-
-    def make():
-      params = memory.init_params(jax.random.key(0), inner)
-      return memory.init_state(params, inner, batch, max_length=length)
-
-    return jax.eval_shape(make)
-
-  def letters(base, rows, heads):
-    one = lambda x, row, head: "b" if row != x else "n" if head != x else "_"
-    return " ".join(map(one, base.shape, rows.shape, heads.shape))
-
-  return jax.tree.map(letters, sizes(2, 2), sizes(3, 2), sizes(2, 3))

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from memcache_jax import token_layout
 from memcache_jax.array_typing import Array, Bool, Float, Params
-from memcache_jax.ops import _dispatch
+from memcache_jax.ops import _checks, _dispatch
 from memcache_jax.ops.mlp_memory import (
   _chunked,
   _kernels,
@@ -22,6 +22,7 @@ from memcache_jax.ops.mlp_memory._closing import Closing
 from memcache_jax.ops.mlp_memory._grid import Inputs
 from memcache_jax.ops.mlp_memory._loss import InnerLoss
 from memcache_jax.ops.mlp_memory._state import (
+  MAX_KEPT_BYTES,
   Mix,
   MLPMemoryState,
   init_state,
@@ -48,6 +49,7 @@ def mlp_memory(
   loss_gates: Mapping[str, Float[Array, "b t n"]] | None = None,
   closing: Closing | None = None,
   delayed: bool = False,
+  max_kept_bytes: int = MAX_KEPT_BYTES,
   mix: Mix | None = None,
   state: MLPMemoryState | None = None,
   mask: Bool[Array, "b t"] | None = None,
@@ -96,6 +98,8 @@ def mlp_memory(
     loss_gates: what the loss asks for, by name.
     closing: what happens at the end of an inner batch; None: nothing.
     delayed: whether tokens read ``theta_*`` instead of ``theta_t``.
+    max_kept_bytes: of weights and momentum at the starts of inner batches, kept
+      for the backward pass; where they are more, some are computed again.
     mix: stored memories to average with the online one, parameter by
       parameter, before reading; None reads the online one.
     state: what an earlier call returned. None: a new sequence.
@@ -134,6 +138,7 @@ def mlp_memory(
   closing = Closing() if closing is None else closing
   loss_gates = {} if loss_gates is None else dict(loss_gates)
   _validate.check_options(loss, inner_batch, step, coef, row_scale, loss_gates)
+  _checks.check_positive(max_kept_bytes=max_kept_bytes)
   _validate.check_rule(closing, coef, row_scale, log_decay, momentum)
   _validate.check_arrays(
     q,
@@ -160,6 +165,7 @@ def mlp_memory(
     has_momentum=momentum is not None,
     restart=restart if row_scale is None else "rows",
     delayed=delayed,
+    max_kept_bytes=max_kept_bytes,
   )
   tail_gates = loss_gates
   if row_scale is not None and step is not None:

@@ -21,10 +21,6 @@ from memcache_jax.ops.mlp_memory._grid import Inputs
 from memcache_jax.ops.mlp_memory._pieces import scan_or_call
 from memcache_jax.ops.mlp_memory._state import MLPMemoryState, Rule
 
-# Parameters kept for a backward pass of one call, beyond which blocks are
-# grouped. Changes speed and memory only.
-_MAX_KEPT_BYTES = 2**30
-
 
 def run_blocks(
   rule: Rule,
@@ -49,7 +45,7 @@ def run_blocks(
   count = blocks.q.shape[0]
   group = _group_size(count)
   kept = count * sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(carry))
-  if group == 1 or kept <= _MAX_KEPT_BYTES:
+  if group == 1 or kept <= rule.max_kept_bytes:
     carry, y = scan_or_call(run, carry, blocks)
   else:
     blocks = jax.tree.map(

@@ -62,6 +62,9 @@ class Mix(NamedTuple):
   own: Float[Array, "b t n"]
 
 
+MAX_KEPT_BYTES = 2**26
+
+
 class Rule(NamedTuple):
   """Everything static about one memory."""
 
@@ -77,6 +80,9 @@ class Rule(NamedTuple):
   pairwise: bool
   # Tokens read the weights from the start of their inner batch.
   delayed: bool
+  # Parameters kept for a backward pass of one call, beyond which blocks are
+  # grouped. Changes speed and memory only.
+  max_kept_bytes: int
 
   @property
   def reads_own_batch(self) -> bool:
@@ -94,6 +100,7 @@ def make_rule(
   has_momentum: bool = False,
   restart: Literal["none", "rows", "pairs"] = "none",
   delayed: bool = False,
+  max_kept_bytes: int = MAX_KEPT_BYTES,
 ) -> Rule:
   """Puts the static description of a memory together.
 
@@ -107,6 +114,7 @@ def make_rule(
     restart: "rows" and "pairs" compute weights from the start of the inner
       batch, with the coefficients of `row_scale` and of `coef`.
     delayed: whether tokens read the weights from the start of their batch.
+    max_kept_bytes: of parameters, for a backward pass.
   """
   pairwise = restart != "none"
   gates = tuple(sorted(loss.gates()))
@@ -120,6 +128,7 @@ def make_rule(
     tail_gates=(*gates, "step") if restart == "rows" else gates,
     pairwise=pairwise,
     delayed=delayed,
+    max_kept_bytes=max_kept_bytes,
   )
 
 
