@@ -69,6 +69,24 @@ def test_a_memory_of_four_layers_trains_on_noise():
   assert np.mean(inner[:, -tenth:]) <= np.mean(inner[:, :tenth])
 
 
+def test_gradients_of_fresh_networks_do_not_grow_with_the_text():
+  config = ModelConfig(64, 32, 1, (MemorySpec(Titans(), 2),), hidden_dim=32)
+  model = LanguageModel(config, rngs=nnx.Rngs(0))
+  graphdef, params = nnx.split(model)
+  texts = jnp.asarray(np.random.default_rng(0).integers(0, 64, (1, 1025)))
+
+  @jax.jit
+  def norm(params):
+    def loss(params):
+      logits, _ = nnx.merge(graphdef, params)(texts[:, :-1])
+      return next_token_loss(logits, texts[:, 1:])
+
+    squares = jax.tree.map(lambda x: jnp.sum(x**2), jax.grad(loss)(params))
+    return jnp.sqrt(sum(jax.tree.leaves(squares)))
+
+  assert norm(params) < 10
+
+
 def test_steps_far_too_large_show_in_the_report():
   architecture = MLP(depth=1, norm=False)
   tokens = jnp.asarray(
