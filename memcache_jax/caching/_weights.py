@@ -85,7 +85,7 @@ def weigh(cached, state, stored, segments, tokens) -> Weighed:
       state if first == 0 else None,  # with whose open segment nothing else
       some,
       *jax.tree.map(cut, (segments, tokens)),
-      first,
+      first=first,
     )
     parts.append(_for_all_slots(weighed, slots))
   return jax.tree.map(lambda *x: jnp.concatenate(x, axis=1), *parts)

@@ -130,7 +130,9 @@ class Attention(Mixer):
       keys=jnp.zeros(shape, self.dtype),
       values=jnp.zeros(shape, self.dtype),
       length=jnp.zeros((batch,), jnp.int32),
-      tails=self.convs and tuple(conv.init_state(batch) for conv in self.convs),
+      tails=None
+      if self.convs is None
+      else tuple(conv.init_state(batch) for conv in self.convs),
     )
 
   def __call__(

@@ -12,6 +12,7 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from memcache_jax.caching import _sparse_read
+from memcache_jax.caching._aggregators import Selection
 from memcache_jax.memories import Linear
 from memcache_jax.ops import cache_read
 from memcache_jax.testing import assert_close
@@ -52,7 +53,9 @@ def _dense(q, states, index, weights):
 
 def _sparse(q, states, index, weights, implementation="mosaic_tpu"):
   memory = Linear(implementation=implementation)
-  return _sparse_read.read_selected(memory, {}, states, q, index, weights)
+  return _sparse_read.read_selected(
+    memory, {}, states, q, Selection(index, weights, weights[..., 0])
+  )
 
 
 def _interpreted(inputs):

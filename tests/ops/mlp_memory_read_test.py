@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
+from memcache_jax.caching._aggregators import Selection
 from memcache_jax.caching._sparse_read import read_selected
 from memcache_jax.memories import Miras
 from memcache_jax.ops.mlp_memory import MLP, GatedMLP, read_networks
@@ -89,7 +90,13 @@ def test_reads_of_selected_networks():
 
   def selected(params, memories, q, weights):
     memory = Miras(architecture, implementation="mosaic_tpu")
-    return read_selected(memory, params, memories, q, index, weights[..., :2])
+    return read_selected(
+      memory,
+      params,
+      memories,
+      q,
+      Selection(index, weights[..., :2], weights[..., 2]),
+    )
 
   def all_of_them(params, memories, q, weights):
     every = jnp.arange(networks + 1).reshape(1, 1, 1, 1, -1)

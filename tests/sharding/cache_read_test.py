@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
+from memcache_jax.caching._aggregators import Selection
 from memcache_jax.caching._sparse_read import read_selected
 from memcache_jax.memories import Linear
 from memcache_jax.ops import cache_read
@@ -22,7 +23,8 @@ def _selected(implementation, q, states, weights):
   index += jnp.arange(2).reshape(1, 1, 1, 2)
   index = jnp.where(weights[..., :2] > 1, -1, index)
   memory = Linear(implementation=implementation)
-  return read_selected(memory, {}, states, q, index, weights[..., :2])
+  selection = Selection(index, weights[..., :2], own=weights[..., 2])
+  return read_selected(memory, {}, states, q, selection)
 
 
 def _step(read, implementation):
