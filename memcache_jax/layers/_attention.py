@@ -155,7 +155,7 @@ class Attention(Mixer):
     front = to_front(x, mask, starts)
     (q, k, v), tails = self._project(front, state)
     flags, persistent = front._replace(x=None), self.persistent_keys()
-    spread = AttentionState._make(("b m n k", "b m n k", "b"))
+    spread = AttentionState._make(("b m n k", "b m n k", "b", None))
     # Rows and heads never mix: every device attends with those it holds.
     y, new_state = sharding.over_devices(
       self._attend,

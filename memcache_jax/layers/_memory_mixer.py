@@ -28,7 +28,6 @@ from memcache_jax.memories import (
   Tokens,
   Watched,
   _spread,
-  watch,
 )
 from memcache_jax.ops import _checks
 
@@ -194,8 +193,7 @@ class MemoryMixer(Mixer):
     Raises:
       ValueError: when the memory has no such weights.
     """
-    inspect = getattr(self.memory, "inspect", None)
-    if inspect is None:
+    if not hasattr(self.memory, "inspect"):
       raise ValueError(
         f"`memory` must be a cached one to be inspected: got {self.memory!r}."
       )
@@ -203,8 +201,11 @@ class MemoryMixer(Mixer):
     check_state_kind(state, MixerState)
     front = to_front(x, mask, starts, segment_ends)
     tokens, tails = self._tokens(front, state, max_unaligned_starts, rngs)
-    y, memory, weights = inspect(
-      self._memory_params(), None if state is None else state.memory, tokens
+    y, memory, weights = _spread.inspect(
+      self.memory,
+      self._memory_params(),
+      None if state is None else state.memory,
+      tokens,
     )
     y = front.back(self._output(front.x, y))
     return y, tails._replace(memory=memory), front.back(weights)
@@ -221,7 +222,7 @@ class MemoryMixer(Mixer):
     check_inputs(x, self.dim, mask, None)
     front = to_front(x, mask, None)
     tokens, _ = self._tokens(front, None, None, None)
-    watched = watch(self.memory, self._memory_params(), tokens)
+    watched = _spread.watch(self.memory, self._memory_params(), tokens)
     return jax.tree.map(front.back, watched)
 
   def queries(
