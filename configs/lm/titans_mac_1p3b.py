@@ -2,7 +2,7 @@
 
 python -m examples.lm.main --config=configs/lm/titans_mac_1p3b.py --workdir=DIR
 
-Hardware: a pod slice of 256 TPU v5e chips.
+Hardware: a pod slice of 128 TPU v5e chips.
 Not yet run.
 """
 

@@ -90,6 +90,7 @@ def layout(settings: Settings, mesh: jax.sharding.Mesh) -> Layout:
       f"along data and fsdp, {devices}"
     )
   _check_sequence(settings, mesh.shape["sequence"])
+  _check_tensor(settings, mesh.shape["tensor"])
   letters = axis_letters(model_config(settings.model))
 
   def place(path, leaf):
@@ -105,6 +106,15 @@ def layout(settings: Settings, mesh: jax.sharding.Mesh) -> Layout:
     ),
     everywhere=jax.NamedSharding(mesh, jax.P()),
   )
+
+
+def _check_tensor(settings: Settings, devices: int) -> None:
+  """Raises InputError unless heads can be spread over devices."""
+  if devices > 1 and settings.model.family == "titans_mac":
+    raise InputError(
+      "mesh.tensor must be 1 with model.family titans_mac, which keeps the "
+      f"heads of its segments together: got {devices}"
+    )
 
 
 def _check_sequence(settings: Settings, devices: int) -> None:

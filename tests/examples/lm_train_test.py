@@ -136,7 +136,12 @@ def test_wrong_meshes():
   with pytest.raises(InputError, match="does not fit 1 devices"):
     sharding.make_mesh(MeshSettings(fsdp=2), jax.devices()[:1])
   mesh = sharding.make_mesh(MeshSettings(), jax.devices()[:1])
-  assert dict(mesh.shape) == {"data": 1, "fsdp": 1, "tensor": 1}
+  assert dict(mesh.shape) == {
+    "data": 1,
+    "fsdp": 1,
+    "tensor": 1,
+    "sequence": 1,
+  }
 
 
 # One step.

@@ -78,6 +78,13 @@ def step(index, state, seed):
     return train_step(state, data)
 
 
+def test_memory_as_context_keeps_its_heads_together():
+  model = replace(SETTINGS.model, family="titans_mac", caching="none")
+  mesh = sharding.make_mesh(MeshSettings(fsdp=4, tensor=2))
+  with pytest.raises(InputError, match="mesh.tensor must be 1 .*: got 2"):
+    sharding.layout(replace(SETTINGS, model=model), mesh)
+
+
 def test_eight_then_four_then_one_device_equal_one(tmp_path):
   with jax.numpy_dtype_promotion("standard"):  # optax needs it
     state = sharding.initial_state(SETTINGS, prepared(2)[0])
