@@ -48,7 +48,7 @@ def main(argv: list[str] | None = None) -> None:
       ids = continuation(model, tokenizer, file, arguments)
       for text in texts(tokenizer, itertools.islice(ids, arguments.tokens)):
         print(text, end="", flush=True)
-  except InputError as error:
+  except (InputError, OSError, ValueError) as error:
     sys.exit(f"error: {error}")
   except KeyboardInterrupt:
     pass
@@ -63,8 +63,10 @@ def endless(model: LanguageModel, policy: caching.CachePolicy) -> LanguageModel:
       raise InputError("a model with full attention cannot read for ever")
     if not isinstance(memory, caching.Cached):
       return spec
+    if isinstance(memory.segments, caching.Logarithmic):
+      return spec  # room for all there will ever be is little
     if type(memory.segments) is not caching.Constant:
-      return spec  # logarithmic ones: room for all there will ever be is little
+      raise InputError("a model with explicit segments cannot read for ever")
     return replace(spec, memory=replace(memory, policy=policy))
 
   config = model.config
@@ -100,7 +102,7 @@ def continuation(
 
 
 def token_ids(tokenizer: Tokenizer, file: TextIO) -> Iterator[int]:
-  """Ids of a text that is never read as a whole."""
+  """Ids of a text, of which some lines are read at a time."""
   yield tokenizer.bos_id
   while lines := file.readlines(BLOCK):
     yield from tokenizer.encode("".join(lines)).tolist()

@@ -125,9 +125,12 @@ def over_devices(
   if not spread:
     return function(*inputs)
   if not spread.keys() <= set(letters):
+    said = "rows (b), tokens (t) and heads (n)"
+    if letters == "bn":
+      said = "rows (b) and heads (n)"
     raise ValueError(
-      "arrays may be spread over devices by rows (b) and heads (n) only: got "
-      f"axes ({' '.join(names)}) spread as {spec}."
+      f"arrays may be spread over devices by {said} only: got axes "
+      f"({' '.join(names)}) spread as {spec}."
     )
 
   def specs(axes):

@@ -1,4 +1,4 @@
-"""16 pairs in 256 tokens, a setting of Zoology (arXiv 2312.04927), figure 2.
+"""16 pairs in 64 tokens, after shorter rows with fewer pairs.
 
 Command: python -m examples.recall.main --config=configs/mqar/small.py
   e.g. with --config.memory=attention --config.aggregate=none to compare

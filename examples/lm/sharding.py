@@ -134,6 +134,11 @@ def _check_sequence(settings: Settings, devices: int) -> None:
       f"data.packing aligned: got {model.family}, {model.caching}, "
       f"{model.write_mode} and {settings.data.packing}"
     )
+  if settings.watch_tokens:
+    raise InputError(
+      "watch_tokens must be 0 with mesh.sequence above 1: got "
+      f"{settings.watch_tokens}"
+    )
   if settings.length % (devices * model.segment_length):
     raise InputError(
       "length must be a multiple of mesh.sequence times model.segment_length: "

@@ -277,7 +277,7 @@ class Cached(Memory):
       self.check_state(params, state, tokens.head_shape, tokens.q.shape[0])
     b, t = tokens.q.shape[:2]
     if t > 1 or tokens.starts is not None:
-      _host.check_on_device(state)
+      _host.check_on_device(state, "read several tokens, or a new document")
     if t > 1 and self.policy is not None and self.policy.takes_turns:
       return _by_segment.run(self, params, state, tokens)
     if t > 1:

@@ -39,10 +39,15 @@ def where_it_lies(
   return compute_on("device_host")(jax.jit(function))(x, *others)
 
 
-def check_on_device(state: PyTree) -> None:
-  """Raises ValueError for a state of which a part is on the host."""
+def check_on_device(state: PyTree, to: str) -> None:
+  """Raises ValueError for a state of which a part is on the host.
+
+  Args:
+    state: any.
+    to: what it is needed for, as a verb.
+  """
   if is_on_host(state):
     raise ValueError(
-      "`state` must be on the device to read several tokens, or a new "
-      "document: got one on the host. Call `decoding.to_device`."
+      f"`state` must be on the device to {to}: got one on the host. Call "
+      "`decoding.to_device`."
     )

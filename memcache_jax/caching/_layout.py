@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from memcache_jax import token_layout
+from memcache_jax import sharding, token_layout
 from memcache_jax.array_typing import Array, Bool, Int, PyTree
 from memcache_jax.memories._base import Tokens
 
@@ -113,6 +113,9 @@ def lay_out(tokens: Tokens, state, segments) -> Layout:
   else:
     blocks = segments.blocks(t, _unaligned_starts(tokens))
     position = state.position
+  mask, starts, position = sharding.rows_like(
+    (mask, starts, position), tokens.q
+  )
   ended = None
   if ends is not None:
     blocks = min(blocks + segments.max_flagged, t + 1)

@@ -15,6 +15,7 @@ from jax.core import Tracer
 
 from memcache_jax.array_typing import Array, Int, PyTree, State
 from memcache_jax.caching import Cached, CacheState, Constant
+from memcache_jax.caching._host import check_on_device
 from memcache_jax.layers import AttentionState
 from memcache_jax.models import LanguageModel
 from memcache_jax.ops import _checks
@@ -77,8 +78,8 @@ def rewind(
     to: what `mark` returned.
 
   Raises:
-    ValueError: when the two are not of the same model and room; and, where
-      values are known, when `state` is not a later one.
+    ValueError: when the two are not of the same model and room; where values
+      are known, when `state` is not a later one; for a state on the host.
   """
   kinds = lambda tree: [type(x) for x in tree]
   if (
@@ -90,6 +91,8 @@ def rewind(
       "`to` must be a mark of the same model as `state`: got states of "
       f"{type(to).__name__} and {type(state).__name__}."
     )
+
+  check_on_device(state, "be rewound")
 
   def one(now, then):
     if not isinstance(now, CacheState):
@@ -125,9 +128,9 @@ def with_room(
     max_length: tokens of one document to make room for.
 
   Raises:
-    ValueError: when the state has more room already, or for logarithmic
-      segments that would need a writer of longer blocks: it would have had to
-      read what has passed.
+    ValueError: when the state has more room already, or is on the host, or for
+      logarithmic segments that would need a writer of longer blocks: it would
+      have had to read what has passed.
 
   Example:
     >>> import jax.numpy as jnp
@@ -142,6 +145,7 @@ def with_room(
   """
   _checks.check_positive(max_length=max_length)
   _check_state(model, state)
+  check_on_device(state, "get more room")
   batch = jax.tree.leaves(state)[0].shape[0]
   empty = model.init_state(batch, max_length)
   for new, old in zip(_caches(empty), _caches(state), strict=True):

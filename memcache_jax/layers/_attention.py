@@ -152,6 +152,11 @@ class Attention(Mixer):
       raise ValueError("`segment_ends` must be None for attention: got flags.")
     check_inputs(x, self.dim, mask, starts)
     check_state_kind(state, AttentionState)
+    if state is not None and (state.tails is None) != (self.convs is None):
+      raise ValueError(
+        "`state` must be of this layer: got one of a layer "
+        f"{'without' if self.convs else 'with'} convolutions."
+      )
     front = to_front(x, mask, starts)
     (q, k, v), tails = self._project(front, state)
     flags, persistent = front._replace(x=None), self.persistent_keys()

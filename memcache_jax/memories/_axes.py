@@ -4,9 +4,11 @@ from typing import Any
 
 import jax
 
-from memcache_jax.array_typing import Params, PyTree
+from memcache_jax.array_typing import Params, PyTree, State
 from memcache_jax.memories._gate import HeadShape
 from memcache_jax.memories._tokens import Tokens
+
+_LONG = 2**20  # tokens; nothing of this size is made
 
 
 def token_axes(tokens: Tokens) -> PyTree:
@@ -19,9 +21,22 @@ def param_axes(params: Params) -> PyTree:
   return jax.tree.map(lambda x: " ".join("n" + "_" * (x.ndim - 1)), params)
 
 
-def state_axes(memory: Any, tokens: Tokens) -> PyTree:
-  """Letters of the axes of a state, seen by what changes with which size."""
-  shape, length = tokens.head_shape, tokens.q.shape[1]
+def state_axes(
+  memory: Any, tokens: Tokens, state: State | None = None
+) -> PyTree:
+  """Letters of the axes of a state, seen by what changes with which size.
+
+  A state with more room than this call needs may have parts that one of just
+  that room would not have.
+  """
+  axes = _axes_with_room(memory, tokens, tokens.q.shape[1])
+  if state is None or jax.tree.structure(axes) == jax.tree.structure(state):
+    return axes
+  return _axes_with_room(memory, tokens, _LONG)
+
+
+def _axes_with_room(memory, tokens, length):
+  shape = tokens.head_shape
 
   def sizes(batch, heads):
     inner = HeadShape(heads, *shape[1:])

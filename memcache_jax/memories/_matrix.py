@@ -5,7 +5,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
-from memcache_jax import numerics, ops
+import jax.numpy as jnp
+
+from memcache_jax import ops
 from memcache_jax.array_typing import Array, Float, Gates, Int, Params, State
 from memcache_jax.memories._base import Memory, Tokens
 from memcache_jax.ops import _checks, _dispatch
@@ -48,8 +50,8 @@ class MatrixMemory(Memory):
   def read(
     self, params: Params, memory: State, q: Float[Array, "b t n k"]
   ) -> Float[Array, "b t n v"]:
-    del params
-    return numerics.matmul("btnk,bnkv->btnv", q, memory, dtype=q.dtype)
+    one = jnp.ones((*q.shape[:3], 1), jnp.float32)
+    return self.read_many(params, memory[:, None], q, one)
 
   def read_many(
     self,

@@ -54,7 +54,7 @@ def _run(function, memory, params, state, tokens, of_y, *others):
   """A function that returns y, the state, and others, on each device's own."""
   if not any(sharding.spec_of(tokens.q)):
     return function(params, state, tokens)
-  of_state = state_axes(memory, tokens)
+  of_state = state_axes(memory, tokens, state)
   return sharding.over_devices(
     lambda tokens, params, state: function(params, state, tokens),
     (tokens, params, state),

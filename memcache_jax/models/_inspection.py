@@ -10,7 +10,6 @@ from memcache_jax.array_typing import Array, Bool, Float, Int
 from memcache_jax.caching import SelectionReport
 from memcache_jax.caching._report import watches_selection
 from memcache_jax.layers import MemoryAsContext, MemoryAsGate, MemoryMixer
-from memcache_jax.layers._base import check_rngs
 from memcache_jax.memories import Watched
 from memcache_jax.models._language_model import LanguageModel
 from memcache_jax.models._tokens import check_token_ids
@@ -118,6 +117,7 @@ def selection_reports(
   mask: Bool[Array, "b t"] | None = None,
   starts: Bool[Array, "b t"] | None = None,
   max_unaligned_starts: int | None = None,
+  segment_ends: Bool[Array, "b t"] | None = None,
   rngs: nnx.Rngs | None = None,
 ) -> tuple[Float[Array, "b t vocab"], dict[int, SelectionReport]]:
   """Logits of new sequences, and what their tokens select, in one pass.
@@ -131,6 +131,7 @@ def selection_reports(
     mask: False for tokens that do not exist.
     starts: True where a document starts.
     max_unaligned_starts: see `LanguageModel`.
+    segment_ends: True at the last token of a segment.
     rngs: see `LanguageModel`.
 
   Returns:
@@ -154,8 +155,9 @@ def selection_reports(
     >>> bool(reports[0].balance > 0)
     True
   """
+  model.check_segment_ends(segment_ends)
   check_token_ids(tokens, model.config.vocab_size, mask)
-  options = {
+  flags = {
     "mask": mask,
     "starts": starts,
     "max_unaligned_starts": max_unaligned_starts,
@@ -165,8 +167,11 @@ def selection_reports(
     group, keys = inputs
     x = model.hold(x)
     reports = []
-    for block, key in zip(group, keys, strict=True):
-      rngs = lambda key=key: None if key is None else nnx.Rngs(router=key)
+    for i, block in enumerate(group):
+      ends = segment_ends if block.uses_segment_ends else None
+      options = {**flags, "segment_ends": ends}
+      # The same draws for both.
+      rngs = lambda i=i: None if keys is None else nnx.Rngs(router=keys[i])
       report = None
       if watches_selection(getattr(block.mixer, "memory", None)):
         normed = block.mixer_norm(x)
@@ -176,12 +181,9 @@ def selection_reports(
     return model.hold(x), reports
 
   period, repeats = len(model.config.pattern), model.config.repeats
-  keys = [None] * period
-  if rngs is not None:
-    check_rngs(rngs)
-    keys = list(jax.random.split(rngs.router(), (period, repeats)))
   x = model.embedding(tokens, mask)
-  x, stacked = jax.lax.scan(model.rematted(body), x, (model.blocks, keys))
+  inputs = (model.blocks, model.router_keys(rngs))
+  x, stacked = jax.lax.scan(model.rematted(body), x, inputs)
   reports = {
     group * period + place: jax.tree.map(lambda x, i=group: x[i], report)
     for group in range(repeats)

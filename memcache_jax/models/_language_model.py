@@ -7,7 +7,15 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from memcache_jax.array_typing import Array, Bool, Float, Int, PyTree, State
+from memcache_jax.array_typing import (
+  Array,
+  Bool,
+  Float,
+  Int,
+  PyTree,
+  Shaped,
+  State,
+)
 from memcache_jax.layers import Block, Projection, RMSNorm
 from memcache_jax.layers._base import check_rngs
 from memcache_jax.models._config import ModelConfig
@@ -201,6 +209,18 @@ class LanguageModel(nnx.Module):
     policy = None if remat is True else remat
     return jax.checkpoint(body, policy=policy, prevent_cse=False)
 
+  def router_keys(
+    self, rngs: nnx.Rngs | None
+  ) -> Shaped[Array, "repeats period"] | None:
+    """A key for every block, by repetition and place; None without `rngs`."""
+    if rngs is None:
+      return None
+    check_rngs(rngs)
+    config = self.config
+    return jax.random.split(
+      rngs.router(), (config.repeats, len(config.pattern))
+    )
+
   def _groups(self):
     """The repetitions of the pattern, each with its own weights."""
     return [_take(self.blocks, i) for i in range(self.config.repeats)]
@@ -208,8 +228,10 @@ class LanguageModel(nnx.Module):
   def _step(self, x, state, flags, rngs):
     """One token. Not scanned: a scan would copy every cache to and fro."""
     new_state = []
-    for group in self._groups():
-      x, states = _apply(group, x, state[len(new_state) :], flags, rngs)
+    keys = self.router_keys(rngs)
+    for i, group in enumerate(self._groups()):
+      of_group = None if keys is None else keys[i]
+      x, states = _apply(group, x, state[len(new_state) :], flags, of_group)
       new_state += states
     return x, tuple(new_state)
 
@@ -217,20 +239,15 @@ class LanguageModel(nnx.Module):
     period = len(self.config.pattern)
 
     def body(x, inputs):
-      group, states, key = inputs
-      rngs = None if key is None else nnx.Rngs(router=key)
-      x, states = _apply(group, self.hold(x), states, flags, rngs)
+      group, states, keys = inputs
+      x, states = _apply(group, self.hold(x), states, flags, keys)
       return self.hold(x), states
 
     stacked = None
     if state is not None:
       # Layers at the same place of the pattern have states of one shape.
       stacked = [_stack(state[i::period]) for i in range(period)]
-    keys = None
-    if rngs is not None:
-      check_rngs(rngs)
-      keys = jax.random.split(rngs.router(), self.config.repeats)
-    inputs = (self.blocks, stacked, keys)
+    inputs = (self.blocks, stacked, self.router_keys(rngs))
     x, stacked = jax.lax.scan(self.rematted(body), x, inputs)
     return x, _unstack(stacked, self.config.repeats)
 
@@ -247,12 +264,13 @@ def _block(config: ModelConfig, spec: MixerSpec, rngs: nnx.Rngs) -> Block:
   return Block(mixer, config.hidden_dim, **options)
 
 
-def _apply(group, x, states, flags, rngs):
+def _apply(group, x, states, flags, keys):
   """Runs the blocks of one repetition; states None, or from its first on."""
   new_states = []
   for i, block in enumerate(group):
     state = None if states is None else states[i]
     ends = flags["segment_ends"] if block.uses_segment_ends else None
+    rngs = None if keys is None else nnx.Rngs(router=keys[i])
     x, state = block(x, state, **{**flags, "segment_ends": ends}, rngs=rngs)
     new_states.append(state)
   return x, new_states

@@ -116,7 +116,7 @@ def test_eight_then_four_then_one_device_equal_one(tmp_path):
   )
 
 
-def test_memories_are_watched_on_any_mesh():
+def test_memories_are_watched_over_rows_and_heads():
   settings, watched = replace(SETTINGS, watch_tokens=20), []
   for i in (0, 2):
     layout, _ = prepared(i)
