@@ -100,6 +100,7 @@ def _noise(seeds):
   return jax.vmap(jax.vmap(lambda seed: draw(seed, numbers)))(seeds)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sparse", [True, False], ids=["sparse", "dense"])
 @pytest.mark.parametrize(
   "cached",
@@ -178,6 +179,7 @@ BLOCKS = Cached(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "cached",
   [

@@ -17,9 +17,12 @@ from memcache_jax.caching import (
 from memcache_jax.decoding import (
   _offload,
   decode_step,
+  mark,
   prefill,
+  rewind,
   to_device,
   to_host,
+  with_room,
 )
 from memcache_jax.memories import DecayedLinear, DeepLinear
 from memcache_jax.models import (
@@ -87,6 +90,10 @@ def test_errors(monkeypatch):
   state = model.init_state(1, SLOTS * SEGMENT)
   with pytest.raises(ValueError, match="must be on the device to read several"):
     prefill(model, jnp.zeros((1, 2), jnp.int32), to_host(model, state))
+  with pytest.raises(ValueError, match="on the device to be rewound: got"):
+    rewind(to_host(model, state), mark(state))
+  with pytest.raises(ValueError, match="on the device to get more room: got"):
+    with_room(model, to_host(model, state), 2 * SLOTS * SEGMENT)
   monkeypatch.setattr(_offload, "_KIND", "elsewhere")
   with pytest.raises(ValueError, match="of the kind 'elsewhere': got .*device"):
     to_host(model, state)

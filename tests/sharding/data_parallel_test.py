@@ -8,14 +8,16 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from memcache_jax import sharding
 from memcache_jax.caching import (
   Cached,
   Constant,
   DropOldest,
   GatedResidual,
   KeepMostUsed,
+  Logarithmic,
 )
-from memcache_jax.layers import MemoryMixer
+from memcache_jax.layers import MemoryAsContext, MemoryMixer
 from memcache_jax.memories import (
   DecayedLinear,
   HeadShape,
@@ -62,6 +64,36 @@ def test_policies_over_eight_devices(policy):
   with jax.set_mesh(mesh):
     rows = jax.device_put(tokens, jax.NamedSharding(mesh, jax.P("data")))
     got = run(rows)
+  assert_close(jax.device_get(got), jax.device_get(expected))
+
+
+@pytest.mark.parametrize(
+  "layer",
+  [
+    _mixer(Cached(DecayedLinear(), Logarithmic(4))),
+    MemoryAsContext(
+      DIM, HEADS, DecayedLinear(), segment_length=4, rngs=nnx.Rngs(0)
+    ),
+  ],
+  ids=("logarithmic", "context"),
+)
+def test_states_over_eight_devices(layer):
+  x = np.random.default_rng(0).standard_normal((BATCH, 12, DIM))
+  x = x.astype(np.float32)
+
+  @jax.jit
+  def run(layer, x):
+    state = sharding.rows_like(layer.init_state(BATCH, 64), x)
+    first, state = layer(x[:, :9], state)
+    return first, *layer(x[:, 9:], state)
+
+  expected = run(layer, x)
+  explicit = (jax.sharding.AxisType.Explicit,)
+  mesh = jax.make_mesh((8,), ("data",), axis_types=explicit)
+  with jax.set_mesh(mesh):
+    rows = jax.device_put(x, jax.NamedSharding(mesh, jax.P("data")))
+    everywhere = jax.NamedSharding(mesh, jax.P())
+    got = run(jax.device_put(layer, everywhere), rows)
   assert_close(jax.device_get(got), jax.device_get(expected))
 
 
