@@ -91,7 +91,7 @@ def test_errors(monkeypatch):
   with pytest.raises(ValueError, match="must be on the device to read several"):
     prefill(model, jnp.zeros((1, 2), jnp.int32), to_host(model, state))
   with pytest.raises(ValueError, match="on the device to be rewound: got"):
-    rewind(to_host(model, state), mark(state))
+    rewind(to_host(model, state), mark(model, state))
   with pytest.raises(ValueError, match="on the device to get more room: got"):
     with_room(model, to_host(model, state), 2 * SLOTS * SEGMENT)
   monkeypatch.setattr(_offload, "_KIND", "elsewhere")

@@ -53,11 +53,18 @@ def sizes_of(
   static: Params,
 ) -> Sizes:
   read = lambda *arrays: apply_architecture(architecture, *arrays)
-  first = jax.tree.map(lambda x: x[:, 0], memories)
+  # Shapes alone: memories may lie on the host, where nothing reads them.
+  plain = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
+  first = jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct((x.shape[0], *x.shape[2:]), x.dtype),
+    memories,
+  )
   return Sizes(
     architecture,
     key_dim=q.shape[-1],
-    value_dim=jax.eval_shape(read, static, first, q).shape[-1],
+    value_dim=jax.eval_shape(
+      read, jax.tree.map(plain, static), first, plain(q)
+    ).shape[-1],
     networks=jax.tree.leaves(memories)[0].shape[1],
     tokens=q.shape[1],
     dtype=q.dtype.name,
