@@ -7,7 +7,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from memcache_jax.layers import Attention, AttentionState, _rope
+from memcache_jax.layers import (
+  Attention,
+  AttentionState,
+  _attention_state,
+  _rope,
+)
 from memcache_jax.layers._softmax_attention import Keys
 from memcache_jax.models import AttentionSpec
 
@@ -19,7 +24,8 @@ CHUNK = 512
 class JaxAttention(Attention):
   """`jax.nn.dot_product_attention` over all earlier tokens of one document."""
 
-  def _attend(self, q, k, v, state, front):
+  def _attend(self, q, k, v, state, front, persistent):
+    assert not persistent
     assert front.starts is None
     assert front.valid is None
     b, t = q.shape[:2]
@@ -28,7 +34,7 @@ class JaxAttention(Attention):
     q = _rope.rotate(q, position, self.rope_theta)
     k = _rope.rotate(k, position, self.rope_theta)
     own = Keys(k, v, position, jnp.zeros((b, t), jnp.int32))
-    written = self._write(own, state, False)
+    written = _attention_state.write(own, state, self.window, has_starts=False)
     keys, values = (k, v) if state is None else (written.keys, written.values)
 
     def attend(q, position):

@@ -85,7 +85,9 @@ def sizes(base: Settings) -> dict[str, Settings]:
     for factor in (2, 4):
       longer = last._replace(length=factor * last.length)
       entries[f"{name}, length {longer.length}"] = replace(
-        entry, stages=(*base.stages, longer)
+        entry,
+        stages=(*base.stages, longer),
+        vocab_size=max(entry.vocab_size, 2 * longer.length),
       )
     for dim in (base.dim // 2, 2 * base.dim):
       entries[f"{name}, width {dim}"] = replace(entry, dim=dim)

@@ -81,6 +81,7 @@ def test_a_loss_of_logits_and_balance():
   assert np.all(np.any(router["kernel"][...], axis=(1, 2, 3)))
 
 
+@pytest.mark.usefixtures("as_a_user")
 def test_wrong_rngs():
   with pytest.raises(ValueError, match="`rngs` must be an nnx.Rngs"):
     selection_reports(_model(GumbelTopK()), TEXT, rngs=jax.random.key(0))
