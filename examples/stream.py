@@ -41,6 +41,10 @@ POLICIES = {
 def main(argv: list[str] | None = None) -> None:
   arguments = parse(argv)
   try:
+    if not arguments.temperature >= 0:
+      raise InputError("--temperature must be at least 0")
+    if arguments.tokens is not None and arguments.tokens < 0:
+      raise InputError("--tokens must be at least 0")
     model, tokenizer = export.load(arguments.model)
     model = endless(model, POLICIES[arguments.forget](arguments.slots))
     path = arguments.text

@@ -85,14 +85,17 @@ class Settings:
           f"`{name}` must be one of {get_args(choices)}: got {value!r}."
         )
 
-    if not self.stages:
-      raise ValueError("`stages` must not be empty.")
+    if not isinstance(self.stages, tuple | list) or not self.stages:
+      raise ValueError(
+        f"`stages` must be a tuple of at least one: got {self.stages!r}."
+      )
     stages = []
     for stage in self.stages:
-      if len(stage) != 3:
+      sizes = isinstance(stage, tuple | list) and len(stage) == 3
+      if not sizes or any(type(size) is not int for size in stage):
         raise ValueError(
-          "`stages` must hold a length, a number of pairs and steps each: got "
-          f"{stage!r}."
+          "`stages` must hold a length, a number of pairs and steps each, all "
+          f"integers: got {stage!r}."
         )
       stage = Stage(*stage)
       self.task(stage)  # raises for sizes that do not go together

@@ -54,6 +54,11 @@ def export_step(
   if not isinstance(model, LanguageModel):
     raise ValueError(f"`model` must be a LanguageModel: got {model!r}.")
   _checks.check_positive(max_length=max_length)
+  if isinstance(platforms, str) or platforms == ():
+    raise ValueError(
+      "`platforms` must be names in a sequence, such as ('cpu', 'tpu'): got "
+      f"{platforms!r}."
+    )
   (batch,) = export.symbolic_shape("b")
   weights, model_tree = jax.tree.flatten(model)
   one_row = jax.eval_shape(lambda: model.init_state(1, max_length))

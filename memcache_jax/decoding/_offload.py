@@ -4,6 +4,7 @@ import jax
 
 from memcache_jax.array_typing import State
 from memcache_jax.caching import Cached, CacheState, SparseSelective, _host
+from memcache_jax.decoding._states import check_state
 from memcache_jax.models import LanguageModel
 
 _KIND = "pinned_host"
@@ -50,6 +51,7 @@ def to_host(
     >>> step = jax.jit(decode_step, donate_argnames="state")
     >>> logits, state = step(model, jnp.array([3]), state)
   """
+  check_state(model, state)
   for spec in model.config.pattern:
     memory = getattr(spec, "memory", None)
     if isinstance(memory, Cached) and not _selects(memory):

@@ -54,7 +54,7 @@ def mark(model: LanguageModel, state: tuple[State, ...]) -> tuple[State, ...]:
     >>> state = rewind(state, border)  # to token 64
     >>> _, state = prefill(model, text[:, 64:70], state)  # and on to token 70
   """
-  _check_state(model, state)
+  check_state(model, state)
   _check_prefixes(model)
 
   def one(x):
@@ -144,7 +144,7 @@ def with_room(
     >>> logits, state = prefill(model, jnp.array([[1, 2, 3]]), state)
   """
   _checks.check_positive(max_length=max_length)
-  _check_state(model, state)
+  check_state(model, state)
   check_on_device(state, "get more room")
   batch = jax.tree.leaves(state)[0].shape[0]
   empty = model.init_state(batch, max_length)
@@ -203,7 +203,7 @@ def verify(
     True
   """
   _checks.check_shapes({"draft": (draft, "b t")})
-  _check_state(model, state)
+  check_state(model, state)
   if draft.shape[1] == 0:
     raise ValueError("`draft` must have at least one token: got none.")
   logits, _ = model(draft, state)
@@ -237,7 +237,8 @@ def _check_mark(now, then) -> None:
     )
 
 
-def _check_state(model: LanguageModel, state: tuple[State, ...]) -> None:
+def check_state(model: LanguageModel, state: tuple[State, ...]) -> None:
+  """Raises ValueError unless the state is a whole one of such a model."""
   if not isinstance(model, LanguageModel):
     raise ValueError(f"`model` must be a LanguageModel: got {model!r}.")
   layers = model.config.num_layers

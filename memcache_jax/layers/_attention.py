@@ -157,6 +157,11 @@ class Attention(Mixer):
         "`state` must be of this layer: got one of a layer "
         f"{'without' if self.convs else 'with'} convolutions."
       )
+    if state is not None and self.window not in (None, state.keys.shape[1]):
+      raise ValueError(
+        f"`state` must hold the {self.window} tokens of this layer's window: "
+        f"got room for {state.keys.shape[1]}."
+      )
     front = to_front(x, mask, starts)
     (q, k, v), tails = self._project(front, state)
     flags, persistent = front._replace(x=None), self.persistent_keys()

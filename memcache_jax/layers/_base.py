@@ -147,8 +147,17 @@ def draw_seeds(
   """Random bits of every token, `Tokens.seeds`; None without `rngs`."""
   if rngs is None:
     return None
+  return jax.random.bits(router_key(rngs), x.shape[:2])
+
+
+def router_key(rngs: nnx.Rngs) -> Array:
+  """The next key of the stream "router", or of the default one."""
   check_rngs(rngs)
-  return jax.random.bits(rngs.router(), x.shape[:2])
+  if not hasattr(rngs, "router"):
+    raise ValueError(
+      f"`rngs` must have a stream 'router' or 'default': got {rngs}."
+    )
+  return rngs.router()
 
 
 def check_state_kind(state: State | None, kind: type) -> None:

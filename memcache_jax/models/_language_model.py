@@ -17,7 +17,7 @@ from memcache_jax.array_typing import (
   State,
 )
 from memcache_jax.layers import Block, Projection, RMSNorm
-from memcache_jax.layers._base import check_rngs
+from memcache_jax.layers._base import router_key
 from memcache_jax.models._config import ModelConfig
 from memcache_jax.models._embedding import Embedding
 from memcache_jax.models._specs import MixerSpec
@@ -52,7 +52,6 @@ class LanguageModel(nnx.Module):
   def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
     if not isinstance(config, ModelConfig):
       raise ValueError(f"`config` must be a ModelConfig: got {config!r}.")
-    check_rngs(rngs)
     options: dict[str, Any] = {
       "dtype": config.dtype,
       "param_dtype": config.param_dtype,
@@ -215,11 +214,8 @@ class LanguageModel(nnx.Module):
     """A key for every block, by repetition and place; None without `rngs`."""
     if rngs is None:
       return None
-    check_rngs(rngs)
-    config = self.config
-    return jax.random.split(
-      rngs.router(), (config.repeats, len(config.pattern))
-    )
+    shape = self.config.repeats, len(self.config.pattern)
+    return jax.random.split(router_key(rngs), shape)
 
   def _groups(self):
     """The repetitions of the pattern, each with its own weights."""

@@ -90,3 +90,5 @@ def test_errors():
     export_step(model.embedding, ROOM)
   with pytest.raises(ValueError, match="`max_length` must be .* got 0"):
     export_step(model, 0)
+  with pytest.raises(ValueError, match="`platforms` must .* got 'cpu'"):
+    export_step(model, ROOM, platforms="cpu")

@@ -90,6 +90,8 @@ def test_errors(monkeypatch):
   state = model.init_state(1, SLOTS * SEGMENT)
   with pytest.raises(ValueError, match="must be on the device to read several"):
     prefill(model, jnp.zeros((1, 2), jnp.int32), to_host(model, state))
+  with pytest.raises(ValueError, match="`state` must be a whole state"):
+    to_host(model, ())
   with pytest.raises(ValueError, match="on the device to be rewound: got"):
     rewind(to_host(model, state), mark(model, state))
   with pytest.raises(ValueError, match="on the device to get more room: got"):

@@ -136,7 +136,9 @@ def test_configs_make_models_of_every_kind(name):
 @pytest.mark.parametrize(
   ("change", "match"),
   [
-    ({"stages": ()}, "`stages` must not be empty"),
+    ({"stages": ()}, "`stages` must be a tuple of at least one: got"),
+    ({"stages": (16, 2, 1)}, "`stages` must hold a length, .* got 16"),
+    ({"stages": ((16, 2, 1.5),)}, "`stages` must hold .* got \\(16, 2, 1.5"),
     ({"stages": ((16, 2),)}, "`stages` must hold a length, .* got \\(16, 2\\)"),
     ({"stages": ((16, 2, 0),)}, "`steps` must be at least 1: got 0"),
     ({"stages": ((16, 5, 1),)}, "`num_pairs` must be at most a quarter"),

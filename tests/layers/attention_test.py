@@ -138,3 +138,13 @@ def test_errors():
     Attention(DIM, 2, head_dim=3, rngs=nnx.Rngs(0))
   with pytest.raises(ValueError, match="`window` .* got 0"):
     Attention(DIM, 2, window=0, rngs=nnx.Rngs(0))
+  x, layer = jnp.ones((1, 3, DIM)), Attention(DIM, 2, rngs=nnx.Rngs(0))
+  convolved = Attention(DIM, 2, conv_width=3, rngs=nnx.Rngs(0))
+  with pytest.raises(ValueError, match="`state` must be .* with convolutions"):
+    layer(x, convolved.init_state(1, 9))
+  with pytest.raises(ValueError, match="`state` .* without convolutions"):
+    convolved(x, layer.init_state(1, 9))
+  with pytest.raises(ValueError, match="`state` must hold the 4 .* room for 5"):
+    Attention(DIM, 2, window=4, rngs=nnx.Rngs(0))(
+      x, Attention(DIM, 2, window=5, rngs=nnx.Rngs(0)).init_state(1, 9)
+    )

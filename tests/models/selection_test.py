@@ -85,3 +85,5 @@ def test_a_loss_of_logits_and_balance():
 def test_wrong_rngs():
   with pytest.raises(ValueError, match="`rngs` must be an nnx.Rngs"):
     selection_reports(_model(GumbelTopK()), TEXT, rngs=jax.random.key(0))
+  with pytest.raises(ValueError, match="`rngs` must have a stream 'router'"):
+    _model(GumbelTopK())(TEXT, rngs=nnx.Rngs(params=0))
