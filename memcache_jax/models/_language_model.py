@@ -17,7 +17,7 @@ from memcache_jax.array_typing import (
   State,
 )
 from memcache_jax.layers import Block, Projection, RMSNorm
-from memcache_jax.layers._base import router_key
+from memcache_jax.layers._base import check_rngs, router_key
 from memcache_jax.models._config import ModelConfig
 from memcache_jax.models._embedding import Embedding
 from memcache_jax.models._specs import MixerSpec
@@ -52,6 +52,7 @@ class LanguageModel(nnx.Module):
   def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
     if not isinstance(config, ModelConfig):
       raise ValueError(f"`config` must be a ModelConfig: got {config!r}.")
+    check_rngs(rngs)
     options: dict[str, Any] = {
       "dtype": config.dtype,
       "param_dtype": config.param_dtype,
