@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -63,8 +62,7 @@ class JaxAttention(Attention):
 class JaxAttentionSpec(AttentionSpec):
   """A `JaxAttention` layer at a place of the layer pattern."""
 
-  def build(self, dim: int, **options: Any) -> JaxAttention:
-    return JaxAttention(dim, self.num_heads, **options)
+  layer = JaxAttention
 
 
 def filled(state: AttentionState, tokens: int) -> AttentionState:

@@ -1,7 +1,9 @@
 """Which layer stands at a place of the pattern, as frozen data."""
 
+import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from flax import nnx
@@ -19,7 +21,39 @@ from memcache_jax.ops import _checks
 
 
 @dataclass(frozen=True)
-class MemorySpec:
+class MixerSpec:
+  """A layer at a place of the layer pattern; its fields are options of it.
+
+  Attributes:
+    layer: the class, which takes the model width and all fields by name.
+  """
+
+  layer: ClassVar[Callable[..., Mixer]]
+
+  def build(
+    self,
+    dim: int,
+    *,
+    out_scale: float = 1.0,
+    dtype: DType = jnp.float32,
+    param_dtype: DType = jnp.float32,
+    rngs: nnx.Rngs,
+  ) -> Mixer:
+    """Makes the layer."""
+    names = [field.name for field in dataclasses.fields(self)]
+    options: dict[str, Any] = {name: getattr(self, name) for name in names}
+    return self.layer(
+      dim=dim,
+      **options,
+      out_scale=out_scale,
+      dtype=dtype,
+      param_dtype=param_dtype,
+      rngs=rngs,
+    )
+
+
+@dataclass(frozen=True)
+class MemorySpec(MixerSpec):
   """A `MemoryMixer` at a place of the layer pattern.
 
   Attributes:
@@ -30,6 +64,7 @@ class MemorySpec:
     conv_width: tokens the short convolutions see.
   """
 
+  layer = MemoryMixer
   memory: Memory
   num_heads: int
   key_dim: int | None = None
@@ -37,37 +72,13 @@ class MemorySpec:
   conv_width: int = 4
 
   def __post_init__(self):
-    if not isinstance(self.memory, Memory):
-      raise ValueError(f"`memory` must be a Memory: got {self.memory!r}.")
+    _check_memory(self.memory)
     _checks.check_positive(num_heads=self.num_heads, conv_width=self.conv_width)
-    _check_dims(key_dim=self.key_dim, value_dim=self.value_dim)
-
-  def build(
-    self,
-    dim: int,
-    *,
-    out_scale: float = 1.0,
-    dtype: DType = jnp.float32,
-    param_dtype: DType = jnp.float32,
-    rngs: nnx.Rngs,
-  ) -> Mixer:
-    """Makes the layer."""
-    return MemoryMixer(
-      dim,
-      self.num_heads,
-      self.memory,
-      key_dim=self.key_dim,
-      value_dim=self.value_dim,
-      conv_width=self.conv_width,
-      out_scale=out_scale,
-      dtype=dtype,
-      param_dtype=param_dtype,
-      rngs=rngs,
-    )
+    _check_if_given(key_dim=self.key_dim, value_dim=self.value_dim)
 
 
 @dataclass(frozen=True)
-class AttentionSpec:
+class AttentionSpec(MixerSpec):
   """An `Attention` layer at a place of the layer pattern.
 
   Attributes:
@@ -78,6 +89,7 @@ class AttentionSpec:
     conv_width: tokens that short convolutions of q, k and v see; 1 for none.
   """
 
+  layer = Attention
   num_heads: int
   window: int | None = None
   persistent_tokens: int = 0
@@ -86,34 +98,12 @@ class AttentionSpec:
 
   def __post_init__(self):
     _checks.check_positive(num_heads=self.num_heads, conv_width=self.conv_width)
-    _check_dims(window=self.window, head_dim=self.head_dim)
-
-  def build(
-    self,
-    dim: int,
-    *,
-    out_scale: float = 1.0,
-    dtype: DType = jnp.float32,
-    param_dtype: DType = jnp.float32,
-    rngs: nnx.Rngs,
-  ) -> Mixer:
-    """Makes the layer."""
-    return Attention(
-      dim,
-      self.num_heads,
-      window=self.window,
-      persistent_tokens=self.persistent_tokens,
-      head_dim=self.head_dim,
-      conv_width=self.conv_width,
-      out_scale=out_scale,
-      dtype=dtype,
-      param_dtype=param_dtype,
-      rngs=rngs,
-    )
+    _check_if_given(window=self.window, head_dim=self.head_dim)
+    _check_if_any(persistent_tokens=self.persistent_tokens)
 
 
 @dataclass(frozen=True)
-class MemoryAsGateSpec:
+class MemoryAsGateSpec(MixerSpec):
   """A `MemoryAsGate` at a place of the layer pattern.
 
   Attributes:
@@ -123,36 +113,20 @@ class MemoryAsGateSpec:
     persistent_tokens: learned tokens that it always sees.
   """
 
+  layer = MemoryAsGate
   memory: Memory
   num_heads: int
   window: int = 2048
   persistent_tokens: int = 4
 
-  def build(
-    self,
-    dim: int,
-    *,
-    out_scale: float = 1.0,
-    dtype: DType = jnp.float32,
-    param_dtype: DType = jnp.float32,
-    rngs: nnx.Rngs,
-  ) -> Mixer:
-    """Makes the layer."""
-    return MemoryAsGate(
-      dim,
-      self.num_heads,
-      self.memory,
-      window=self.window,
-      persistent_tokens=self.persistent_tokens,
-      out_scale=out_scale,
-      dtype=dtype,
-      param_dtype=param_dtype,
-      rngs=rngs,
-    )
+  def __post_init__(self):
+    _check_memory(self.memory)
+    _checks.check_positive(num_heads=self.num_heads, window=self.window)
+    _check_if_any(persistent_tokens=self.persistent_tokens)
 
 
 @dataclass(frozen=True)
-class MemoryAsContextSpec:
+class MemoryAsContextSpec(MixerSpec):
   """A `MemoryAsContext` at a place of the layer pattern.
 
   Attributes:
@@ -162,40 +136,30 @@ class MemoryAsContextSpec:
     persistent_tokens: learned tokens that every token sees.
   """
 
+  layer = MemoryAsContext
   memory: Memory
   num_heads: int
   segment_length: int = 256
   persistent_tokens: int = 4
 
-  def build(
-    self,
-    dim: int,
-    *,
-    out_scale: float = 1.0,
-    dtype: DType = jnp.float32,
-    param_dtype: DType = jnp.float32,
-    rngs: nnx.Rngs,
-  ) -> Mixer:
-    """Makes the layer."""
-    return MemoryAsContext(
-      dim,
-      self.num_heads,
-      self.memory,
-      segment_length=self.segment_length,
-      persistent_tokens=self.persistent_tokens,
-      out_scale=out_scale,
-      dtype=dtype,
-      param_dtype=param_dtype,
-      rngs=rngs,
+  def __post_init__(self):
+    _check_memory(self.memory)
+    _checks.check_positive(
+      num_heads=self.num_heads, segment_length=self.segment_length
     )
+    _check_if_any(persistent_tokens=self.persistent_tokens)
 
 
-def _check_dims(**dims: int | None) -> None:
-  for name, value in dims.items():
-    if value is not None:
-      _checks.check_positive(**{name: value})
+def _check_memory(memory: Any) -> None:
+  if not isinstance(memory, Memory):
+    raise ValueError(f"`memory` must be a Memory: got {memory!r}.")
 
 
-MixerSpec: TypeAlias = (
-  MemorySpec | AttentionSpec | MemoryAsGateSpec | MemoryAsContextSpec
-)
+def _check_if_given(**sizes: int | None) -> None:
+  given = {name: size for name, size in sizes.items() if size is not None}
+  _checks.check_positive(**given)
+
+
+def _check_if_any(**counts: int) -> None:
+  """0 is none of them."""
+  _checks.check_positive(**{name: x for name, x in counts.items() if x != 0})

@@ -10,6 +10,8 @@ from memcache_jax.memories import Delta, Linear, SlidingWindowLinear
 from memcache_jax.models import (
   AttentionSpec,
   LanguageModel,
+  MemoryAsContextSpec,
+  MemoryAsGateSpec,
   MemorySpec,
   ModelConfig,
   Size,
@@ -103,3 +105,19 @@ def test_errors(as_a_user):
   )
   with pytest.raises(ValueError, match="`dim` must be divisible by .*dim=8"):
     LanguageModel(uneven, rngs=nnx.Rngs(0))
+
+
+@pytest.mark.usefixtures("as_a_user")
+def test_specs_are_checked_before_they_are_built():
+  for make, message in (
+    (lambda: MemoryAsGateSpec(None, 2), "`memory` must be a Memory"),
+    (lambda: MemoryAsGateSpec(Linear(), 2, window=None), "`window` .* None"),
+    (lambda: MemoryAsContextSpec(Linear(), 2, 0), "`segment_length` .* got 0"),
+    (
+      lambda: AttentionSpec(2, persistent_tokens=-1),
+      "`persistent_tokens` .*-",
+    ),
+    (lambda: MemorySpec(Linear(), 2, key_dim=0), "`key_dim` .* got 0"),
+  ):
+    with pytest.raises(ValueError, match=message):
+      make()
