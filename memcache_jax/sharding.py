@@ -125,9 +125,8 @@ def over_devices(
   if not spread:
     return function(*inputs)
   if not spread.keys() <= set(letters):
-    said = "rows (b), tokens (t) and heads (n)"
-    if letters == "bn":
-      said = "rows (b) and heads (n)"
+    words = {"b": "rows (b)", "t": "tokens (t)", "n": "heads (n)"}
+    said = " and ".join(words[letter] for letter in letters)
     raise ValueError(
       f"arrays may be spread over devices by {said} only: got axes "
       f"({' '.join(names)}) spread as {spec}."
