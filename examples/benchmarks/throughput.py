@@ -114,6 +114,11 @@ def run(arguments: argparse.Namespace, records: list[dict]) -> None:
           with arguments.out.open("a") as file:
             file.write(json.dumps(record) + "\n")
         print(record, file=sys.stderr)
+    except BaseException:
+      # Here, since what awaits the result may learn of it after this thread has
+      # taken the next model.
+      pool.shutdown(wait=False, cancel_futures=True)
+      raise
     finally:
       cores.put(core)
 
