@@ -7,6 +7,7 @@ import time
 
 import numpy as np
 from absl import app, flags
+from flax import nnx
 from ml_collections import config_flags
 
 from examples.recall import sweep, training
@@ -16,6 +17,9 @@ _CONFIG = config_flags.DEFINE_config_file(
   "config", default=None, help_string="a file of configs/mqar", lock_config=True
 )
 _OUT = flags.DEFINE_string("out", None, "write the results to this JSON file")
+_GATES = flags.DEFINE_string(
+  "gates", None, "draw what the first test row reads into this file"
+)
 _SWEEP = flags.DEFINE_enum(
   "sweep", None, list(sweep.SWEEPS), "run a comparison around the config"
 )
@@ -37,26 +41,43 @@ def main(arguments: list[str]) -> None:
   if (_SWEEP.value is None) != (_FOLDER.value is None):
     raise app.UsageError("--sweep and --folder belong together")
   if _SWEEP.value is not None:
-    if _OUT.value is not None:
-      raise app.UsageError("--out is of one config: a sweep has its --folder")
+    if _OUT.value is not None or _GATES.value is not None:
+      raise app.UsageError(
+        "--out and --gates are of one config: a sweep has its --folder"
+      )
     run_sweep(_SWEEP.value, settings, seeds, pathlib.Path(_FOLDER.value))
     return
-  results = run(settings, seeds)
+  if _GATES.value is not None and settings.aggregate == "none":
+    raise app.UsageError("--gates wants an aggregate: it is 'none'")
+  results, params = run(settings, seeds)
+  if _GATES.value:
+    from examples.recall import report  # as below
+
+    report.draw_gates(
+      training.gates(settings, params), pathlib.Path(_GATES.value)
+    )
   if _OUT.value:
     text = json.dumps(results, indent=1) + "\n"
     pathlib.Path(_OUT.value).write_text(text)
 
 
-def run(settings: Settings, seeds: tuple[int, ...]) -> dict:
-  """Trains and measures every seed, prints and returns what came out."""
-  runs = [_run_seed(settings, seed) | {"seed": seed} for seed in seeds]
+def run(settings: Settings, seeds: tuple[int, ...]) -> tuple[dict, nnx.State]:
+  """Trains and measures every seed; prints what came out.
+
+  Returns:
+    The results, and the weights of the last seed.
+  """
+  runs = []
+  for seed in seeds:
+    result, params = _run_seed(settings, seed)
+    runs.append(result | {"seed": seed})
   accuracies = np.array([run["accuracy"] for run in runs])
   print(
     f"{settings.memory} with {settings.aggregate}: accuracy "
     f"{accuracies.mean():.3f}, from {accuracies.min():.3f} to "
     f"{accuracies.max():.3f} over {len(runs)} seeds"
   )
-  return {"settings": dataclasses.asdict(settings), "runs": runs}
+  return {"settings": dataclasses.asdict(settings), "runs": runs}, params
 
 
 def run_sweep(
@@ -71,12 +92,12 @@ def run_sweep(
   print(f"{len(runs)} runs, {len(missing)} of them left, in {folder}")
   for done, run in enumerate(missing):
     print(f"{done + 1} of {len(missing)}: {run.name}, seed {run.seed}")
-    sweep.append(folder, run, _run_seed(run.settings, run.seed))
-    report.write(folder, runs, sweep.load(folder))
-  print(report.write(folder, runs, sweep.load(folder)))
+    sweep.append(folder, run, _run_seed(run.settings, run.seed)[0])
+    report.write(folder, runs, sweep.load(folder), base)
+  print(report.write(folder, runs, sweep.load(folder), base))
 
 
-def _run_seed(settings: Settings, seed: int) -> dict:
+def _run_seed(settings: Settings, seed: int) -> tuple[dict, nnx.State]:
   start = time.perf_counter()
 
   def report(step: int, loss: float) -> None:
@@ -86,7 +107,7 @@ def _run_seed(settings: Settings, seed: int) -> dict:
   accuracy = training.accuracy(settings, params)
   seconds = time.perf_counter() - start
   print(f"seed {seed}: accuracy {accuracy:.3f} after {seconds:.0f} s")
-  return {"accuracy": accuracy, "seconds": seconds}
+  return {"accuracy": accuracy, "seconds": seconds}, params
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""A sweep as a table and as a figure."""
+"""A sweep as a table and as figures, and a model's gates as a map."""
 
 import pathlib
-from collections.abc import Iterable
+from collections.abc import Callable, Sequence
 
 import matplotlib
 
@@ -11,12 +11,20 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 from examples.recall import sweep
+from examples.recall.settings import Settings
 
-TABLE, FIGURE = "table.md", "accuracy.png"
+TABLE, FIGURE, CURVES = "table.md", "accuracy.png", "curves.png"
+
+# What accuracy is drawn against, where a sweep has several of it.
+AXES: dict[str, Callable[[Settings], int]] = {
+  "pairs": lambda settings: settings.stages[-1].num_pairs,
+  "length": lambda settings: settings.stages[-1].length,
+  "width": lambda settings: settings.dim,
+}
 
 
 def accuracies(
-  runs: Iterable[sweep.Run], results: list[dict]
+  runs: Sequence[sweep.Run], results: list[dict]
 ) -> dict[str, list[float]]:
   """Accuracies of all seeds by entry, those that are there."""
   found: dict[str, list[float]] = {}
@@ -56,12 +64,117 @@ def draw(by_name: dict[str, list[float]], path: pathlib.Path) -> None:
   plt.close(figure)
 
 
+def curves(
+  runs: Sequence[sweep.Run], results: list[dict], base: Settings
+) -> dict[str, dict[str, dict[int, list[float]]]]:
+  """Accuracies by axis, model and place on the axis.
+
+  An axis has the runs that are like the base on the others, and is left out
+  where all of them are in one place.
+  """
+  found: dict[str, dict[str, dict[int, list[float]]]] = {}
+  for axis, place in AXES.items():
+    others = [AXES[name] for name in AXES if name != axis]
+    same = lambda run, others=others: all(
+      of(run.settings) == of(base) for of in others
+    )
+    chosen = [run for run in runs if same(run)]
+    if len({place(run.settings) for run in chosen}) < 2:
+      continue
+    by_model = found.setdefault(axis, {})
+    for run in chosen:
+      result = sweep.find(results, run)
+      if result is not None:
+        by_place = by_model.setdefault(_model(run.settings), {})
+        by_place.setdefault(place(run.settings), []).append(result["accuracy"])
+  return found
+
+
+def _model(settings: Settings) -> str:
+  if settings.aggregate == "none":
+    return settings.memory
+  return f"{settings.memory}, {settings.aggregate}"
+
+
+def draw_curves(
+  found: dict[str, dict[str, dict[int, list[float]]]], path: pathlib.Path
+) -> None:
+  """A panel for each axis: a line for each model, from least to most."""
+  figure, panels = plt.subplots(
+    ncols=len(found),
+    figsize=(1 + 3.5 * len(found), 4),
+    sharey=True,
+    squeeze=False,
+    layout="constrained",
+  )
+  for panel, (axis, by_model) in zip(panels[0], found.items(), strict=True):
+    for name, by_place in by_model.items():
+      places = sorted(by_place)
+      values = [by_place[place] for place in places]
+      (line,) = panel.plot(
+        places, [np.mean(x) for x in values], ".-", label=name
+      )
+      panel.fill_between(
+        places,
+        [min(x) for x in values],
+        [max(x) for x in values],
+        color=line.get_color(),
+        alpha=0.15,
+      )
+    panel.set(xlabel=axis, ylim=(0, 1.02))
+    panel.set_xscale("log", base=2)
+    every = sorted({place for x in by_model.values() for place in x})
+    panel.set_xticks(every, [str(place) for place in every])
+  panels[0, 0].set_ylabel("accuracy")
+  panels[0, -1].legend(fontsize="small")
+  figure.savefig(path, dpi=120)
+  plt.close(figure)
+
+
+def draw_gates(gates: dict[int, np.ndarray], path: pathlib.Path) -> None:
+  """A map for each layer and head: tokens against what they read.
+
+  Args:
+    gates: by layer, [t n s_and_online], the online memory last.
+    path: the file to write.
+  """
+  heads = max(x.shape[1] for x in gates.values())
+  figure, panels = plt.subplots(
+    len(gates),
+    heads,
+    figsize=(1 + 3 * heads, 1 + 2.5 * len(gates)),
+    squeeze=False,
+    layout="constrained",
+  )
+  for row, (layer, of_layer) in zip(panels, gates.items(), strict=True):
+    for head, panel in enumerate(row):
+      image = panel.imshow(
+        of_layer[:, head].T,
+        aspect="auto",
+        origin="lower",
+        interpolation="nearest",
+        vmin=0,
+        vmax=max(1.0, float(of_layer.max())),
+      )
+      last = of_layer.shape[-1] - 1
+      panel.set_yticks([0, last], ["first segment", "online"])
+      panel.set(title=f"layer {layer}, head {head}", xlabel="token")
+  figure.colorbar(image, ax=panels, label="gate")
+  figure.savefig(path, dpi=120)
+  plt.close(figure)
+
+
 def write(
-  folder: pathlib.Path, runs: Iterable[sweep.Run], results: list[dict]
+  folder: pathlib.Path,
+  runs: Sequence[sweep.Run],
+  results: list[dict],
+  base: Settings,
 ) -> str:
-  """Writes both; returns the table."""
+  """Writes the table and what figures there are; returns the table."""
   by_name = accuracies(runs, results)
   text = table(by_name)
   (folder / TABLE).write_text(text + "\n")
   draw(by_name, folder / FIGURE)
+  if found := curves(runs, results, base):
+    draw_curves(found, folder / CURVES)
   return text

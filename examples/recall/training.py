@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 from examples.recall import model
 from examples.recall.settings import Settings
 from memcache_jax.layers import weight_decay_mask
-from memcache_jax.models import next_token_loss
+from memcache_jax.models import next_token_loss, segment_gates
 from memcache_jax.tasks import token_accuracy
 
 # Streams of random numbers that never meet.
@@ -78,6 +78,14 @@ def predict(
   return jnp.argmax(logits, axis=-1)
 
 
+@functools.partial(jax.jit, static_argnames="settings")
+def read_gates(
+  settings: Settings, params: nnx.State, tokens: Int[Array, "b t"]
+) -> dict[int, Float[Array, "b t n s_and_online"]]:
+  """The gates of every layer."""
+  return segment_gates(model.with_params(settings, params), tokens)
+
+
 def train(
   settings: Settings, seed: int, report: Callable[[int, float], None]
 ) -> nnx.State:
@@ -120,3 +128,11 @@ def accuracy(settings: Settings, params: nnx.State) -> float:
     padded = np.resize(part, (size, stage.length))
     predictions.append(predict(settings, params, padded)[: len(part)])
   return token_accuracy(np.concatenate(predictions), rows)
+
+
+def gates(settings: Settings, params: nnx.State) -> dict[int, np.ndarray]:
+  """What the tokens of the first test row read: [t n s_and_online] by layer."""
+  rng = np.random.default_rng([TEST])
+  rows = settings.task(settings.stages[-1]).batch(rng, settings.test_rows)
+  found = read_gates(settings, params, rows.tokens[:1])
+  return {layer: np.asarray(x[0]) for layer, x in found.items()}

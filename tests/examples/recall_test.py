@@ -23,13 +23,29 @@ CONFIGS = sorted(
 )
 
 
+def changed(folder, field):
+  """A config file that is `tiny` but for a field."""
+  path = folder / "changed.py"
+  path.write_text(
+    "from configs.mqar import tiny\n\n\n"
+    "def get_config():\n"
+    "  config = tiny.get_config()\n"
+    f"  config.{field}\n"
+    "  return config\n"
+  )
+  return path
+
+
 # ml_collections loads config files in a way that Python has deprecated.
 @pytest.mark.filterwarnings("ignore:.*load_module:DeprecationWarning")
 @flagsaver.flagsaver()
 def test_the_command_runs(tmp_path, capsys):
   out = tmp_path / "results.json"
   config = ROOT / "configs" / "mqar" / "tiny.py"
-  flags.FLAGS(["main", f"--config={config}", f"--out={out}"])
+  gates = tmp_path / "gates.png"
+  flags.FLAGS(
+    ["main", f"--config={config}", f"--out={out}", f"--gates={gates}"]
+  )
   with jax.numpy_dtype_promotion("standard"):  # optax needs it
     main.main(["main"])
   assert "over 2 seeds" in capsys.readouterr().out
@@ -37,20 +53,35 @@ def test_the_command_runs(tmp_path, capsys):
   assert [run["seed"] for run in results["runs"]] == [0, 1]
   assert all(0 <= run["accuracy"] <= 1 for run in results["runs"])
   assert results["settings"]["memory"] == "linear"
+  assert gates.stat().st_size > 1000
+
+
+# As above.
+@pytest.mark.filterwarnings("ignore:.*load_module:DeprecationWarning")
+@pytest.mark.parametrize(
+  ("aggregate", "arguments", "match"),
+  [
+    ("none", [], "--gates wants an aggregate"),
+    (
+      "residual",
+      ["--sweep=headline", "--folder=x"],
+      "--out and --gates are of",
+    ),
+  ],
+)
+@flagsaver.flagsaver()
+def test_flags_that_do_not_go_together(tmp_path, aggregate, arguments, match):
+  config = changed(tmp_path, f"aggregate = {aggregate!r}")
+  flags.FLAGS(["main", f"--config={config}", "--gates=x.png", *arguments])
+  with pytest.raises(app.UsageError, match=match):
+    main.main(["main"])
 
 
 # As above.
 @pytest.mark.filterwarnings("ignore:.*load_module:DeprecationWarning")
 @flagsaver.flagsaver()
 def test_an_unknown_memory_is_one_clear_line(tmp_path):
-  config = tmp_path / "wrong.py"
-  config.write_text(
-    "from configs.mqar import tiny\n\n\n"
-    "def get_config():\n"
-    "  config = tiny.get_config()\n"
-    "  config.memory = 'foo'\n"
-    "  return config\n"
-  )
+  config = changed(tmp_path, "memory = 'foo'")
   flags.FLAGS(["main", f"--config={config}"])
   with pytest.raises(app.UsageError, match="`memory` must be one of .*'foo'"):
     main.main(["main"])
@@ -91,6 +122,31 @@ def test_a_sweep_goes_on_where_it_stopped(tmp_path, capsys, monkeypatch):
   assert table.count("| 0.625 | 0.500 | 0.750 | 2 |") == len(entries)
   assert table.strip() in capsys.readouterr().out
   assert (tmp_path / report.FIGURE).stat().st_size > 1000
+
+
+def test_a_sweep_of_sizes_is_drawn_against_each_of_them(tmp_path):
+  base = Settings(**_fields("small"))
+  runs = list(sweep.runs("sizes", base, (0, 1)))
+  for run in runs:
+    last = run.settings.stages[-1]
+    value = run.settings.dim / (last.num_pairs * last.length) + run.seed
+    sweep.append(tmp_path, run, {"accuracy": value})
+  results = sweep.load(tmp_path)
+  found = report.curves(runs, results, base)
+  at = lambda pairs, length, dim: [dim / (pairs * length) + s for s in (0, 1)]
+  sparse = {
+    axis: by_model["linear, sparse"] for axis, by_model in found.items()
+  }
+  assert sparse == {
+    "pairs": {8: at(8, 64, 32), 16: at(16, 64, 32)},
+    "length": {n: at(16, n, 32) for n in (64, 128, 256)},
+    "width": {n: at(16, 64, n) for n in (16, 32, 64)},
+  }
+  assert len(found["width"]) == len(sweep.headline(base))
+  report.write(tmp_path, runs, results, base)
+  assert (tmp_path / report.CURVES).stat().st_size > 1000
+  one = [run for run in runs if run.settings == base]
+  assert report.curves(one, results, base) == {}  # nothing to draw against
 
 
 @pytest.mark.parametrize("name", sorted(sweep.SWEEPS))
