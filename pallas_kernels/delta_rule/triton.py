@@ -24,6 +24,7 @@ from ..linear_attention.tiles import (
   numbers_of_head,
   of_head,
   part,
+  parts_of_head,
   store,
   whole,
 )
@@ -64,9 +65,9 @@ class Plan(NamedTuple):
   def chunks(self) -> int:
     return pl.cdiv(self.tokens, self.config.chunk)
 
-  @property
-  def columns(self) -> int:
-    return min(self.config.columns, pl.next_power_of_2(self.widths[1]))
+  def columns(self, width: int) -> int:
+    """That a program takes of keys, or of values."""
+    return min(self.config.columns, pl.next_power_of_2(width))
 
   @property
   def row(self) -> Span:
@@ -75,10 +76,7 @@ class Plan(NamedTuple):
 
   def call(self, kernel, name, grid, arrays, outputs, warps=None):
     """Runs a kernel of dicts of references."""
-    specs = lambda arrays: {
-      name: numbers_of_head(x) if name == "scalars" else of_head(x)
-      for name, x in arrays.items()
-    }
+    specs = lambda arrays: {name: _spec(name, x) for name, x in arrays.items()}
     return pl.pallas_call(
       functools.partial(kernel, plan=self),
       name=f"{_PREFIX}{name}",
@@ -92,6 +90,12 @@ class Plan(NamedTuple):
       ),
       interpret=self.interpret,
     )(arrays)
+
+
+def _spec(name, x):
+  if name == "numbers":  # programs sum up parts of them
+    return parts_of_head(numbers_of_head, x)
+  return numbers_of_head(x) if name == "scalars" else of_head(x)
 
 
 def fwd(
@@ -108,50 +112,90 @@ def fwd(
   Returns:
     y [b t n v] in the dtype of v, and the memory [b n k v] float32.
   """
-  q, k, v, scalars = operands[:4]
-  b, t, n, _ = q.shape
-  plan = Plan(t, (k.shape[3], v.shape[3]), config, interpret)
-  memories = {"state": operands.state[:, None]}
-  if operands.initial is not None:
-    memories["initial"] = operands.initial[:, None]
-  tokens = {"k": k, "scalars": scalars}
+  plan = plan_of(operands, config, interpret)
+  kept = along_chunks(operands, plan)
+  b, t, n, width = operands.v.shape
+  arrays = {name: kept[name] for name in ("before", "written")} | operands_of(
+    operands, "q", "k", "scalars", "initial"
+  )
+  y = plan.call(
+    _read_kernel,
+    "read",
+    (pl.cdiv(width, plan.columns(width)), plan.chunks, n, b),
+    arrays,
+    {"y": like(operands.q, b, t, n, width, dtype=operands.q.dtype)},
+  )["y"]
+  return y, kept["end"]
+
+
+def plan_of(operands: Operands, config: TritonConfig, interpret: bool) -> Plan:
+  widths = operands.k.shape[3], operands.v.shape[3]
+  return Plan(operands.q.shape[1], widths, config, interpret)
+
+
+def operands_of(operands: Operands, *names: str) -> dict[str, jax.Array]:
+  """Those that there are, memories as if they were those of chunks."""
+  found = {name: getattr(operands, name) for name in names}
+  return {
+    name: x[:, None] if name in ("state", "initial") else x
+    for name, x in found.items()
+    if x is not None
+  }
+
+
+def along_chunks(
+  operands: Operands, plan: Plan, *, wanted: bool = False
+) -> dict[str, jax.Array]:
+  """What the gradients, or reads, of chunks need to know of those before.
+
+  Args:
+    operands: of the forward pass.
+    plan: of the call.
+    wanted: whether that is among them.
+
+  Returns:
+    In the dtype of the operands: `inverse` [b t n c]; `written` [b t n v];
+    `wanted` [b t n v], values less what the memory before the chunk returns
+    for their keys; `before` [b g n k v], these memories. And the memory at the
+    `end` [b n k v], float32.
+  """
+  q, v = operands.q, operands.v
+  b, t, n, width = v.shape
   of_tokens = lambda width: like(q, b, t, n, width, dtype=q.dtype)
   of_memories = lambda count, **options: like(
     q, b, count, n, *plan.widths, **options
   )
-  parts = pl.cdiv(plan.widths[1], plan.columns)
   solved = plan.call(
-    *(_solve_kernel, "solve", (plan.chunks, 1, n, b), tokens),
-    {"inverse": of_tokens(config.chunk)},
+    *(_solve_kernel, "solve", (plan.chunks, 1, n, b)),
+    operands_of(operands, "k", "scalars"),
+    {"inverse": of_tokens(plan.config.chunk)},
     warps=_SOLVE_WARPS,
   )
+  outputs = {
+    "written": of_tokens(width),
+    "before": of_memories(plan.chunks, dtype=q.dtype),
+    "end": of_memories(1),
+  }
+  if wanted:
+    outputs["wanted"] = of_tokens(width)
   kept = plan.call(
-    *(_chain_kernel, "chain", (parts, 1, n, b)),
-    {**tokens, **solved, **memories, "v": v},
-    {
-      "written": of_tokens(plan.widths[1]),
-      "before": of_memories(plan.chunks, dtype=q.dtype),
-      "end": of_memories(1),
-    },
+    _chain_kernel,
+    "chain",
+    (pl.cdiv(width, plan.columns(width)), 1, n, b),
+    solved | operands_of(operands, "k", "v", "scalars", "state", "initial"),
+    outputs,
   )
-  end = kept.pop("end")
-  del memories["state"]
-  y = plan.call(
-    *(_read_kernel, "read", (parts, plan.chunks, n, b)),
-    {**tokens, **kept, **memories, "q": q},
-    {"y": of_tokens(plan.widths[1])},
-  )["y"]
-  return y, end[:, 0]
+  return solved | kept | {"end": kept["end"][:, 0]}
 
 
 def _solve_kernel(x, out, *, plan: Plan):
-  rows = _chunk(pl.program_id(0), plan)
+  rows = chunk(pl.program_id(0), plan)
   inner = whole(plan.widths[0])
   keys = load(x["k"], rows, inner)
-  row, token = _places(0, plan), _places(1, plan)
+  row, token = places(0, plan), places(1, plan)
   strict = dot(keys, keys, (1, 1), plan.interpret)
-  strict *= _between(x["scalars"], rows, plan)
-  strict *= _numbers(x["scalars"], BETA, rows)[:, None]
+  strict *= between(x["scalars"], rows, plan)
+  strict *= numbers(x["scalars"], BETA, rows)[:, None]
   strict = jnp.where(row > token, strict, 0.0)
   # By halves: of two blocks on the diagonal that are inverted, the one below
   # them is minus the product of their inverses and what was there. All blocks
@@ -172,13 +216,13 @@ def _solve_kernel(x, out, *, plan: Plan):
 
 def _chain_kernel(x, out, *, plan: Plan):
   inner = whole(plan.widths[0])
-  columns = part(pl.program_id(0), plan.columns, plan.widths[1])
+  columns = part(pl.program_id(0), plan.columns(plan.widths[1]), plan.widths[1])
   dtype = x["k"].dtype
   starts = "initial" in x
 
   def step(i, state):
-    rows = _chunk(i, plan)
-    number = functools.partial(_numbers, x["scalars"], rows=rows)
+    rows = chunk(i, plan)
+    number = functools.partial(numbers, x["scalars"], rows=rows)
     keys = load(x["k"], rows, inner)
     old = number(CARRY)[:, None] * dot(
       keys, state.astype(dtype), (1, 0), plan.interpret
@@ -188,6 +232,8 @@ def _chain_kernel(x, out, *, plan: Plan):
       fresh = load(x["initial"], 0, inner, columns).astype(dtype)
       old += number(FRESH)[:, None] * dot(keys, fresh, (1, 0), plan.interpret)
     wanted = load(x["v"], rows, columns).astype(jnp.float32) - old
+    if "wanted" in out:
+      store(out["wanted"], wanted, rows, columns)
     wanted = (number(BETA)[:, None] * wanted).astype(dtype)
     inverse = load(x["inverse"], rows, plan.row)
     written = dot(inverse, wanted, (1, 0), plan.interpret).astype(dtype)
@@ -206,46 +252,46 @@ def _chain_kernel(x, out, *, plan: Plan):
 
 
 def _read_kernel(x, out, *, plan: Plan):
-  chunk = pl.program_id(1)
-  rows, inner = _chunk(chunk, plan), whole(plan.widths[0])
-  columns = part(pl.program_id(0), plan.columns, plan.widths[1])
+  place = pl.program_id(1)
+  rows, inner = chunk(place, plan), whole(plan.widths[0])
+  columns = part(pl.program_id(0), plan.columns(plan.widths[1]), plan.widths[1])
   queries = load(x["q"], rows, inner)
   pairs = dot(queries, load(x["k"], rows, inner), (1, 1), plan.interpret)
-  pairs = (pairs * _between(x["scalars"], rows, plan)).astype(queries.dtype)
+  pairs = (pairs * between(x["scalars"], rows, plan)).astype(queries.dtype)
   written = load(x["written"], rows, columns)
   total = dot(pairs, written, (1, 0), plan.interpret)
-  before = load(x["before"], chunk, inner, columns)
-  total += _numbers(x["scalars"], CARRY, rows)[:, None] * dot(
+  before = load(x["before"], place, inner, columns)
+  total += numbers(x["scalars"], CARRY, rows)[:, None] * dot(
     queries, before, (1, 0), plan.interpret
   )
   if "initial" in x:
     fresh = load(x["initial"], 0, inner, columns).astype(queries.dtype)
-    total += _numbers(x["scalars"], FRESH, rows)[:, None] * dot(
+    total += numbers(x["scalars"], FRESH, rows)[:, None] * dot(
       queries, fresh, (1, 0), plan.interpret
     )
   store(out["y"], total, rows, columns)
 
 
-def _chunk(index, plan: Plan) -> Span:
+def chunk(index, plan: Plan) -> Span:
   return part(index, plan.config.chunk, plan.tokens)
 
 
-def _numbers(scalars, kind, rows: Span):
+def numbers(scalars, kind, rows: Span):
   """Of a chunk; there are some of every place, tokens or not."""
   return load(scalars, kind, rows._replace(end=None))
 
 
-def _places(axis, plan: Plan):
+def places(axis, plan: Plan):
   shape = (plan.config.chunk, plan.config.chunk)
   return jax.lax.broadcasted_iota(jnp.int32, shape, axis)
 
 
-def _between(scalars, rows: Span, plan: Plan):
+def between(scalars, rows: Span, plan: Plan):
   """Of what the token of a column wrote, what is left at that of a row."""
-  logs, resets = (_numbers(scalars, kind, rows) for kind in (LOGS, RESETS))
-  keep = (_places(0, plan) >= _places(1, plan)) & (
+  logs, resets = (numbers(scalars, kind, rows) for kind in (LOGS, RESETS))
+  keep = (places(0, plan) >= places(1, plan)) & (
     resets[:, None] == resets[None]
   )
   # Masked before the exponential, which would overflow.
-  between = jnp.exp(jnp.where(keep, logs[:, None] - logs[None], 0.0))
-  return jnp.where(keep, between, 0.0)
+  left = jnp.exp(jnp.where(keep, logs[:, None] - logs[None], 0.0))
+  return jnp.where(keep, left, 0.0)

@@ -10,7 +10,9 @@ KERNELS = {
     *("write", "chain", "read", "read_vjp", "write_k_vjp"),
   ),
   "cache_read": ("read", "read_vjp", "states_vjp"),
-  "delta_rule": ("solve", "chain", "read"),
+  "delta_rule": (
+    *("solve", "chain", "read", "read_vjp", "chain_vjp", "tokens_vjp"),
+  ),
 }
 CASES = {
   "plain_256": Case(256),
@@ -26,7 +28,6 @@ CASES = {
     *(("cached_linear_attention", name) for name in CASES),
     ("cache_read", "odd_96"),
     ("delta_rule", "odd_96"),
-    ("delta_rule", "exact_128"),
   ],
 )
 def test_compiles(op, name):

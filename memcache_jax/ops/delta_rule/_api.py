@@ -59,9 +59,8 @@ def delta_rule(
     chunk_size: tokens computed in parallel, rounded up to a power of two;
       changes speed only.
     implementation: "reference" (token by token), "xla" (chunk-parallel),
-      "mosaic_tpu", "triton" (for GPUs; compiled but not yet run on one, its
-      gradients those of "xla") or None for the kernel on a TPU, and "xla"
-      elsewhere and for one token.
+      "mosaic_tpu", "triton" (for GPUs; compiled but not yet run on one) or
+      None for the kernel on a TPU, and "xla" elsewhere and for one token.
 
   Returns:
     y, in the dtype of v, and the memory after the last token, in float32.
@@ -137,7 +136,7 @@ def _by_kernel(
     choice,
     functools.partial(_xla, chunk_size),
     {"mosaic_tpu": _kernels.mosaic_tpu, "triton": _kernels.triton},
-    {"mosaic_tpu": _kernels.mosaic_tpu_vjp},
+    {"mosaic_tpu": _kernels.mosaic_tpu_vjp, "triton": _kernels.triton_vjp},
     tuple(inputs),
     tuple(axes),
     ("b t n v", "b n k v"),

@@ -44,7 +44,33 @@ def mosaic_tpu_vjp(*args) -> tuple[Array | None, ...]:
   return transpose(module.bwd(operands, d_y, d_state, config=_config(q, v)))
 
 
-def triton(
+def triton(*inputs) -> tuple[Array, Array]:
+  """`delta_rule` as kernels for GPUs; masked tokens come in as zeros."""
+  config = _triton_config(*inputs)
+  module = _dispatch.kernel_module("delta_rule.triton")
+  return module.fwd(_triton_operands(config, *inputs), config=config)
+
+
+def triton_vjp(*args) -> tuple[Array | None, ...]:
+  """Its gradients: one for each input that is not a flag."""
+  *inputs, (d_y, d_state) = args
+  config, flags = _triton_config(*inputs), inputs[7:]
+  operands, transpose = jax.vjp(
+    lambda *floats: _triton_operands(config, *floats, *flags), *inputs[:7]
+  )
+  d_y = d_y.astype(operands.q.dtype)
+  module = _dispatch.kernel_module("delta_rule.triton_vjp")
+  return transpose(module.bwd(operands, d_y, d_state, config=config))
+
+
+def _triton_config(*inputs):
+  q, _, v, *_ = inputs
+  module = _dispatch.kernel_module("delta_rule.config")
+  return module.triton_config(_call(module, q, v))
+
+
+def _triton_operands(
+  config,
   q: Float[Array, "b t n k"],
   k: Float[Array, "b t n k"],
   v: Float[Array, "b t n v"],
@@ -53,18 +79,13 @@ def triton(
   state: Float[Array, "b n k v"],
   initial: Float[Array, "b n k v"] | None,
   starts: Bool[Array, "b t"] | None = None,
-) -> tuple[Array, Array]:
-  """`delta_rule` as kernels for GPUs; masked tokens come in as zeros."""
-  pieces = _dispatch.kernel_module("delta_rule.config")
-  config = pieces.triton_config(_call(pieces, q, v))
+):
+  """Tokens as they are; only numbers of them fill up the last chunk."""
   scalars = _scalars(
     *(beta, log_decay, starts, initial is not None), config.chunk
   )
-  operands = _dispatch.kernel_module("delta_rule.operands").Operands(
-    *(q, k, v, scalars, state, initial)
-  )
-  module = _dispatch.kernel_module("delta_rule.triton")
-  return module.fwd(operands, config=config)
+  module = _dispatch.kernel_module("delta_rule.operands")
+  return module.Operands(q, k, v, scalars, state, initial)
 
 
 def _config(q, v):
