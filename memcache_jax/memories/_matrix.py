@@ -80,5 +80,5 @@ class MatrixMemory(Memory):
       *(q, memories, index, weights),
       # Reading a matrix takes no parameters, and none may hide in there.
       xla=functools.partial(in_tiles, self.read, {}),
-      implementation=of_op(self.implementation, "mosaic_tpu"),
+      implementation=of_op(self.implementation, "mosaic_tpu", "triton"),
     )

@@ -190,6 +190,41 @@ def selected_supports(call: SelectedCall) -> str | None:
   return None
 
 
+@dataclass(frozen=True)
+class SelectedTritonConfig:
+  """How the kernels for GPUs cut up such a call.
+
+  Attributes:
+    tile: places of a tile, a power of two from 16 on.
+    columns: of what is read, and a side of the gradient of a state, that a
+      program takes.
+    warps: of a program.
+    stages: iterations of a loop whose loads are on their way.
+  """
+
+  tile: int
+  columns: int
+  warps: int
+  stages: int
+
+
+def selected_triton_config(call: SelectedCall) -> SelectedTritonConfig:
+  """The pieces on a GPU, from the sizes alone."""
+  exact = call.dtype == "float32"
+  tile, most = 16, 64 if exact else 128
+  while tile < most and 2 * tile * call.states <= call.tokens * call.selected:
+    tile *= 2
+  columns = 64 if exact or max(call.k, call.v) > 128 else 128
+  return SelectedTritonConfig(tile, columns, 4 if tile < 128 else 8, 2)
+
+
+def selected_triton_supports(call: SelectedCall) -> str | None:
+  """Why the GPU kernels cannot take such a call; None if they can."""
+  return triton_supports(
+    Call(call.k, call.v, call.dtype, call.tokens, call.states)
+  )
+
+
 def tiles(call: SelectedCall, chosen: SelectedConfig) -> int:
   """Of one block of tokens and head; each state may leave one unfilled."""
   pairs = chosen.tokens * call.selected

@@ -22,6 +22,20 @@ class Span(NamedTuple):
     return self.start + jax.lax.iota(jnp.int32, self.size)
 
 
+class Places(NamedTuple):
+  """Rows, each at a number of its own; none where it is negative.
+
+  Attributes:
+    at: the numbers [c].
+  """
+
+  at: Any
+
+  @property
+  def size(self):
+    return self.at.shape[0]
+
+
 def whole(width: int) -> Span:
   """All of a width."""
   size = pl.next_power_of_2(width)
@@ -34,7 +48,7 @@ def part(index, size: int, width: int) -> Span:
 
 
 def load(ref, *index):
-  """A tile at spans, or at numbers for axes that it does not have."""
+  """A tile at spans, the first one perhaps `Places`, or at single numbers."""
   here, mask = _at(ref, index)
   other = None if mask is None else jnp.zeros((), ref.dtype)
   return plgpu.load(here, mask=mask, other=other)
@@ -46,20 +60,38 @@ def store(ref, value, *index):
 
 
 def _at(ref, index):
-  spans = [x for x in index if isinstance(x, Span)]
+  sides = [x for x in index if isinstance(x, (Span, Places))]
+  shape = [side.size for side in sides]
+
+  def along(side, numbers):
+    others = [i for i, x in enumerate(sides) if x is not side]
+    return jnp.broadcast_to(jnp.expand_dims(numbers, others), shape)
+
   mask = None
-  for axis, span in enumerate(spans):
-    if span.end is not None:
-      others = [i for i in range(len(spans)) if i != axis]
-      inside = jnp.expand_dims(span.places() < span.end, others)
+  for side in sides:
+    inside = _inside(side)
+    if inside is not None:
+      inside = along(side, inside)
       mask = inside if mask is None else mask & inside
-  if mask is not None:
-    mask = jnp.broadcast_to(mask, [span.size for span in spans])
-  where = [
-    pl.ds(x.start, x.size) if isinstance(x, Span) else jnp.asarray(x, jnp.int32)
-    for x in index
-  ]
-  return ref.at[tuple(where)], mask
+  gathers = any(isinstance(x, Places) for x in sides)
+
+  def indices(x, count):
+    if isinstance(x, Places):
+      # Behind the last row, where a simulation stores nothing, either.
+      return along(x, jnp.where(x.at < 0, count, x.at))
+    if isinstance(x, Span):
+      # Slices and numbers of rows do not go together.
+      return along(x, x.places()) if gathers else pl.ds(x.start, x.size)
+    return jnp.asarray(x, jnp.int32)
+
+  return ref.at[tuple(map(indices, index, ref.shape))], mask
+
+
+def _inside(side):
+  """Which places of a side exist; None where all do."""
+  if isinstance(side, Places):
+    return side.at >= 0
+  return None if side.end is None else side.places() < side.end
 
 
 def dot(a, b, contract, interpret):

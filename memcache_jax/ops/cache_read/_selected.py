@@ -5,7 +5,7 @@ from typing import TypeAlias
 
 from memcache_jax.array_typing import Array, Float, Int
 from memcache_jax.ops import _checks, _dispatch
-from memcache_jax.ops.cache_read import _selected_kernels
+from memcache_jax.ops.cache_read import _selected_kernels, _selected_triton
 
 Read: TypeAlias = Callable[..., Float[Array, "b t n v"]]
 
@@ -35,8 +35,9 @@ def selected_read(
     weights: the gate of each.
     xla: the same of these four arrays, where no kernel runs; it must not hold
       any that is traced.
-    implementation: "mosaic_tpu", "xla" and "reference" for `xla`, or None for
-      the fastest on the platform the program is compiled for.
+    implementation: "mosaic_tpu", "triton" (for GPUs; compiled but not yet run
+      on one), "xla" and "reference" for `xla`, or None for the fastest on the
+      platform the program is compiled for.
 
   Returns:
     y in float32.
@@ -57,21 +58,30 @@ def selected_read(
   )
   _checks.check_floating(q=q, states=states, weights=weights)
   _checks.check_integers(index=index)
-  why_not = None
-  if implementation in (None, "mosaic_tpu"):
-    why_not = _selected_kernels.why_not(q, states, index)
+  why_not = {}
+  if implementation not in ("reference", "xla"):
+    why_not = {
+      "mosaic_tpu": _selected_kernels.why_not(q, states, index),
+      "triton": _selected_triton.why_not(q, states, index),
+    }
   pairs, slots = index.shape[1] * index.shape[3], states.shape[1]
   if implementation is None and pairs <= slots:
     implementation = "xla"  # no state is read by many: nothing to sort
-  choice = _dispatch.resolve(_NAME, implementation, {"mosaic_tpu": why_not})
+  choice = _dispatch.resolve(_NAME, implementation, why_not)
   if choice in ("reference", "xla"):
     return xla(q, states, index, weights)
   return _dispatch.run_spread(
     _NAME,
     choice,
     xla,
-    {"mosaic_tpu": _selected_kernels.mosaic_tpu},
-    {"mosaic_tpu": _selected_kernels.mosaic_tpu_vjp},
+    {
+      "mosaic_tpu": _selected_kernels.mosaic_tpu,
+      "triton": _selected_triton.triton,
+    },
+    {
+      "mosaic_tpu": _selected_kernels.mosaic_tpu_vjp,
+      "triton": _selected_triton.triton_vjp,
+    },
     (q, states, index, weights),
     ("b t n k", "b s n k v", "b t n r", "b t n r"),
     "b t n v",
