@@ -2,8 +2,9 @@
 
 Where the paper is silent: warm-up over 2% of the steps, a last learning rate
 of a tenth of the peak, betas 0.9 and 0.95, clipping at norm 1, documents
-aligned to segments, and inner batches of half a segment: shorter ones take
-longer, see configs/README.md.
+aligned to segments, inner batches of half a segment (shorter ones take longer,
+see configs/README.md), and a backward pass that keeps what attention and
+memories read and the weights of memories before inner batches.
 """
 
 from dataclasses import replace
@@ -57,7 +58,7 @@ def _paper(
       inner_batch=128,
       max_kept_bytes=2**30,
       dtype="bfloat16",
-      remat="blocks",
+      remat="segments",
     ),
     data=DataSettings(
       path="data/fineweb/*.parquet",

@@ -3,9 +3,10 @@
 python -m examples.lm.aot_report --config=configs/lm/titans_grm_760m.py \
   --topology=v5e:16x16
 
-It needs the package libtpu and no TPU. Compiling takes minutes. With
---out=configs/aot.jsonl the report is kept; `examples.lm.aot_table` makes the
-table in configs/README.md of all that were.
+It needs the package libtpu and no TPU. Compiling takes minutes. Of kernels the
+compiler has no estimates: --config.model.implementation=xla does without them.
+With --out=configs/aot.jsonl the report is kept; `examples.lm.aot_table` makes
+the table in configs/README.md of all that were.
 """
 
 import json

@@ -1,6 +1,7 @@
 """Settings -> `ModelConfig`: the models of Memory Caching, Tables 1 and 3."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +30,9 @@ from memcache_jax.models import ModelConfig, Size
 _REMAT = {
   "none": False,
   "blocks": True,
-  "segments": jax.checkpoint_policies.save_only_these_names("segment_ends"),
+  "segments": jax.checkpoint_policies.save_only_these_names(
+    "segment_ends", "batch_starts", "reads"
+  ),
 }
 
 
@@ -68,6 +71,11 @@ def model_config(settings: ModelSettings) -> ModelConfig:
       f"model.caching must be none with {settings.family}: "
       f"got {settings.caching!r}"
     )
+  if settings.family in baselines and settings.implementation:
+    raise InputError(
+      f"model.implementation must be empty with {settings.family}: "
+      f"got {settings.implementation!r}"
+    )
   if settings.family in baselines:
     return baselines[settings.family](size)
   memory = _cached(_memory(settings), settings)
@@ -82,13 +90,15 @@ def model_config(settings: ModelSettings) -> ModelConfig:
 
 
 def _memory(settings: ModelSettings) -> Memory:
+  implementation: Any = settings.implementation or None
   deep = {
     "inner_batch": settings.inner_batch,
     "max_kept_bytes": settings.max_kept_bytes,
+    "implementation": implementation,
   }
   match settings.family:
     case "swla":
-      return SlidingWindowLinear()
+      return SlidingWindowLinear(implementation=implementation)
     case "dla":
       return DeepLinear(**deep)
     case "titans" | "titans_mac" | "titans_mag" | "titans_mal":

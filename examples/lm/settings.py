@@ -48,8 +48,11 @@ class ModelSettings:
     tie_embeddings: whether the output layer is the transposed embedding.
     dtype: of products; weights and state are float32.
     remat: what the backward pass computes anew: none; blocks, all of each; or
-      segments, what is in them, but not what they left, which then need not be
-      exchanged again between devices of mesh.sequence.
+      segments, all but what attention and memories read, what segments left,
+      and weights before inner batches. That takes room, and no mixer runs as a
+      whole again, nor is anything exchanged again along mesh.sequence.
+    implementation: of swla, dla, titans and memora, as of their memories in
+      `memcache_jax`; empty for the fastest.
   """
 
   family: str = "titans"
@@ -68,6 +71,7 @@ class ModelSettings:
   tie_embeddings: bool = True
   dtype: str = "float32"
   remat: str = "none"
+  implementation: str = ""
 
 
 @dataclass(frozen=True)

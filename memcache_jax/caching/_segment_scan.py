@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 from einops import rearrange
+from jax.ad_checkpoint import checkpoint_name
 
 from memcache_jax import sharding, token_layout
 from memcache_jax.caching import (
@@ -57,6 +58,7 @@ def run(cached, params, state, tokens):
 def _in_two_passes(cached, params, state, layout, tokens, segments):
   """Writes all segments, then reads them; returns what `_one_pass.run` does."""
   y, start, ends, online = write(cached, params, state, layout, tokens)
+  y = checkpoint_name(y, "reads")
   written = _finish(
     cached, params, state, layout, tokens, segments, ends, online
   )

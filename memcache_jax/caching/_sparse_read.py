@@ -152,32 +152,44 @@ def _rows(x, index):
 
 
 # The two moves are each other's transpose, and no place holds two pairs: both
-# gradients are gathers again, where those of a gather would be scatters.
+# gradients are gathers again, where those of a gather would be scatters. What
+# they move by is an argument: nothing traced may be closed over.
 def _to_places(q, plan):
   """Queries [b n t k] of pairs in tiles [b p n c k]."""
   b, n, t, k = q.shape
-  r = plan.place.shape[-1] // t
-
-  @jax.custom_vjp
-  def move(q):
-    return _rows(q, jnp.where(plan.pair < 0, -1, plan.pair // r))
-
-  def backward(_, g):
-    g = _rows(g, plan.place).reshape(b, n, t, r, k)
-    return (jnp.sum(g, axis=3, dtype=jnp.float32).astype(g.dtype),)
-
-  move.defvjp(lambda q: (move(q), None), backward)
+  places = _move_to_places(plan.place.shape[-1] // t, q, plan)
   tiles = plan.memory.shape[1]
-  return jnp.swapaxes(move(q).reshape(b, n, tiles, -1, k), 1, 2)
+  return jnp.swapaxes(places.reshape(b, n, tiles, -1, k), 1, 2)
 
 
 def _to_pairs(y, plan):
   """Reads of tiles [b p n c v] -> those of pairs [b n j v]."""
   b, p, n, c, v = y.shape
+  return _move_to_pairs(jnp.swapaxes(y, 1, 2).reshape(b, n, p * c, v), plan)
 
-  @jax.custom_vjp
-  def move(y):
-    return _rows(y, plan.place)
 
-  move.defvjp(lambda y: (move(y), None), lambda _, g: (_rows(g, plan.pair),))
-  return move(jnp.swapaxes(y, 1, 2).reshape(b, n, p * c, v))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _move_to_places(pairs_of_token, q, plan):
+  return _rows(q, jnp.where(plan.pair < 0, -1, plan.pair // pairs_of_token))
+
+
+def _gradient_at_tokens(pairs_of_token, plan, g):
+  g = _rows(g, plan.place)
+  g = g.reshape(*g.shape[:2], -1, pairs_of_token, g.shape[-1])
+  return jnp.sum(g, axis=3, dtype=jnp.float32).astype(g.dtype), None
+
+
+_move_to_places.defvjp(
+  lambda r, q, plan: (_move_to_places(r, q, plan), plan), _gradient_at_tokens
+)
+
+
+@jax.custom_vjp
+def _move_to_pairs(y, plan):
+  return _rows(y, plan.place)
+
+
+_move_to_pairs.defvjp(
+  lambda y, plan: (_move_to_pairs(y, plan), plan),
+  lambda plan, g: (_rows(g, plan.pair), None),
+)

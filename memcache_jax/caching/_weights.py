@@ -11,7 +11,9 @@ from memcache_jax.caching._aggregators import Selection
 
 # Reading only selected memories takes sorting and moving tokens, and is faster
 # from this many stored memories per selected one on; measured on a CPU, where
-# a read of all of them takes time in proportion to how many they are.
+# a read of all of them takes time in proportion to how many they are. For a TPU
+# its compiler estimates much the same of the XLA forms, gradients included: to
+# read 2 of 15 networks takes twice as long as to read all 15, in bands.
 _SLOTS_PER_SELECTED = 12
 
 # Tokens of a call only read memories of earlier segments. The segments are cut

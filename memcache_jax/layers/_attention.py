@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from memcache_jax import sharding, token_layout
 from memcache_jax.array_typing import Array, Bool, DType, Float, Int
@@ -178,6 +179,7 @@ class Attention(Mixer):
       ),
       ("b t n k", spread),
     )
+    y = checkpoint_name(y, "reads")
     return front.back(self.out(y)), new_state._replace(tails=tails)
 
   def _project(self, front, state):

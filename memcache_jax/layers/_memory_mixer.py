@@ -5,6 +5,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from memcache_jax import numerics
 from memcache_jax.array_typing import Array, Bool, DType, Float, State
@@ -168,6 +169,7 @@ class MemoryMixer(Mixer):
       None if state is None else state.memory,
       tokens,
     )
+    y = checkpoint_name(y, "reads")
     y = front.back(self._output(front.x, y))
     return y, tails._replace(memory=memory)
 

@@ -77,8 +77,11 @@ class ModelConfig:
     dtype: compute dtype; logits, gates and recurrent state are float32.
     param_dtype: of the stored weights.
     remat: recompute each repetition of the pattern in the backward pass. A
-      `jax.checkpoint_policies` policy says what to keep instead of nothing;
-      what segments of cached memories left goes by the name "segment_ends".
+      `jax.checkpoint_policies` policy says what to keep instead of nothing.
+      Its names are "reads", what attention and memories returned,
+      "segment_ends", what segments of cached memories left, and "batch_starts",
+      from which inner batches of memories that are networks are done anew: with
+      all three, none of these is run as a whole again.
     activations: how the residual stream (b t d) lies over the axes of the mesh
       in use. It is held so between blocks, which makes the compiler gather
       weights that are spread over devices, and never the stream. None: as the

@@ -221,15 +221,16 @@ def test_utilization_needs_a_known_peak(monkeypatch):
   assert utilization.model_flops(10, 7.0) == 420
 
 
-# One of every kind of training step that no other test takes.
-FAMILIES = ["deltanet", "rwkv7", "memora", "titans_mal"]
+FAMILIES = [path.stem for path in CONFIGS if path.stem.endswith("_tiny")]
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_tiny_configs_learn(name):
-  module = importlib.import_module(f"configs.lm.{name}_tiny")
+  module = importlib.import_module(f"configs.lm.{name}")
+  settings = Settings.from_config(module.get_config())
   settings = replace(
-    Settings.from_config(module.get_config()),
+    settings,
+    model=replace(settings.model, dim=32, hidden_dim=32),
     optimizer=OptimizerSettings(peak=1e-2, warmup=2),
     steps=20,
     length=64,
@@ -362,6 +363,22 @@ def test_a_failed_save_stops_the_run(tmp_path):
   with pytest.raises(Exception, match="checkpoints"):  # noqa: PT012
     checkpoints.save(2, {"x": jnp.ones(3)}, {})
     checkpoints.close()
+
+
+def test_a_run_whose_save_fails_stops(here, monkeypatch):
+  add = train._Recorder.add
+
+  def block(self, step, *arguments):
+    if step == 3:  # between the first save and the second
+      shutil.rmtree(here / "run" / "checkpoints")
+      (here / "run" / "checkpoints").write_text("in the way")
+    return add(self, step, *arguments)
+
+  monkeypatch.setattr(train._Recorder, "add", block)
+  with pytest.raises(Exception, match="checkpoints"):
+    run(TINY)
+  assert log()[-1]["step"] < TINY.steps
+  assert not (here / "run" / "model").exists()
 
 
 def test_a_step_without_its_mark_is_passed_over_or_whole(tmp_path):

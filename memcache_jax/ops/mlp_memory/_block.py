@@ -53,12 +53,34 @@ class Carry(NamedTuple):
   """The part of the state that changes from block to block.
 
   `start` and `decay` are None where every block is a whole inner batch.
+  `momentum` is None where there is none, in the memory or so far.
   """
 
   theta: Params
   momentum: Params | None
   start: Params | None
   decay: Float[Array, "b n"] | None
+
+
+def begin(rule: Rule, initial: Params) -> Carry:
+  """Before the first block of a new sequence."""
+  momentum = None
+  if rule.has_momentum:
+    momentum = jax.tree.map(jnp.zeros_like, initial)
+  return Carry(initial, momentum, None, None)
+
+
+def begin_alike(initial: Params) -> Carry:
+  """The same where a block is run by itself.
+
+  Nothing is multiplied by a momentum of zeros, and one copy [1 n ...] of the
+  weights, which all rows begin with, is the factor of all rows' tokens.
+  """
+
+  def one(x):
+    return x if sharding.spec_of(x)[0] is not None else x[:1]
+
+  return Carry(jax.tree.map(one, initial), None, None, None)
 
 
 def run_block(
@@ -100,7 +122,7 @@ def run_block(
 
 
 def _gradients(rule, static, weights, written, dtype):
-  """Inputs X of every map, and derivatives D of the loss after it."""
+  """Inputs X of every map, and D, which descends the loss, after it."""
   maps = rule.architecture.affine_maps(written.k.shape[-1], written.v.shape[-1])
   k, v = written.k.astype(jnp.float32), written.v.astype(jnp.float32)
   zeros = {
@@ -118,8 +140,9 @@ def _gradients(rule, static, weights, written, dtype):
     return rule.architecture.forward(affine, static, k), inputs
 
   output, pull, inputs = jax.vjp(predict, zeros, has_aux=True)
-  (derivatives,) = pull(rule.loss.gradient(output, v, written.gates))
-  return inputs, derivatives
+  # The sign is taken here, of the least there is to change the sign of.
+  (descent,) = pull(-rule.loss.gradient(output, v, written.gates))
+  return inputs, descent
 
 
 def _close(rule, carry, start, theta, momentum, decay, full):

@@ -11,15 +11,25 @@ import einops
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jax.core import Tracer
 
 from memcache_jax import sharding, token_layout
 from memcache_jax.array_typing import Array, Bool, Float, Params
 from memcache_jax.ops.mlp_memory import _grid
-from memcache_jax.ops.mlp_memory._block import Blocks, Carry, run_block
+from memcache_jax.ops.mlp_memory._block import (
+  Blocks,
+  Carry,
+  begin,
+  begin_alike,
+  run_block,
+)
 from memcache_jax.ops.mlp_memory._grid import Inputs
 from memcache_jax.ops.mlp_memory._pieces import scan_or_call
 from memcache_jax.ops.mlp_memory._state import MLPMemoryState, Rule
+
+# Inner batches of a new sequence, at most, of which the first is done apart.
+_FEW = 2
 
 
 def run_blocks(
@@ -27,26 +37,43 @@ def run_blocks(
   static: Params,
   initial: Params,
   memories: Params | None,
-  carry: Carry,
+  carry: Carry | None,
   blocks: Blocks,
 ) -> tuple[Carry, Float[Array, "b t n v"]]:
-  """Runs blocks; a backward pass runs every block forward again.
+  """Runs blocks, from the initial weights where there is no carry yet.
+
+  A backward pass runs every block forward again.
 
   It keeps the parameters at the start of every block, and nothing else per
   block. Where even that is much, only those at the start of groups of blocks
   (and, in turn, of the blocks of one group) are kept: about 2 sqrt(g) sets for
-  g blocks, for one more forward pass.
+  g blocks, for one more forward pass. Policies of `jax.checkpoint` know these
+  by the name "batch_starts".
   """
 
   @jax.checkpoint
   def run(carry, block):
     return run_block(rule, static, initial, memories, carry, block)
 
-  count = blocks.q.shape[0]
+  def from_kept(run):
+    name = lambda x: checkpoint_name(x, "batch_starts")
+    return lambda carry, inputs: run(jax.tree.map(name, carry), inputs)
+
+  count, pieces = blocks.q.shape[:2]
+  first = []
+  if carry is None and count <= _FEW and pieces == 1:
+    block, blocks = (jax.tree.map(cut, blocks) for cut in (_first, _rest))
+    carry, y = run(begin_alike(initial), block)
+    first.append(y[None])
+    count -= 1
+  elif carry is None:
+    carry = begin(rule, initial)
+  if count == 0:
+    return carry, _in_order(first)
   group = _group_size(count)
   kept = count * sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(carry))
   if group == 1 or kept <= rule.max_kept_bytes:
-    carry, y = scan_or_call(run, carry, blocks)
+    carry, y = scan_or_call(from_kept(run), carry, blocks)
   else:
     blocks = jax.tree.map(
       lambda x: x.reshape(count // group, group, *x.shape[1:]), blocks
@@ -56,9 +83,23 @@ def run_blocks(
     def run_group(carry, group):
       return jax.lax.scan(run, carry, group)
 
-    carry, y = jax.lax.scan(run_group, carry, blocks)
+    carry, y = jax.lax.scan(from_kept(run_group), carry, blocks)
     y = y.reshape(count, *y.shape[2:])
-  return carry, einops.rearrange(y, "g p b n d v -> b (g p d) n v")
+  return carry, _in_order([*first, y])
+
+
+def _first(x):
+  return x[0]
+
+
+def _rest(x):
+  return x[1:]
+
+
+def _in_order(reads):
+  """Reads of blocks [g p b n d v], some after others, as those of tokens."""
+  y = reads[0] if len(reads) == 1 else jnp.concatenate(reads)
+  return einops.rearrange(y, "g p b n d v -> b (g p d) n v")
 
 
 def mlp_memory(
@@ -101,18 +142,19 @@ def mlp_memory(
 def _fresh(rule, inputs, state, run):
   t = inputs.v.shape[1]
   count = t // rule.inner_batch
-  carry = Carry(state.theta, state.momentum, None, None)
+  carry = None
   reads = []
   if count:
     blocks = _grid.fresh(rule, inputs, 0, rule.inner_batch, count)
     carry, y = run(carry, blocks)
     reads.append(y)
+  carry = begin(rule, state.theta) if carry is None else carry
   carry = carry._replace(start=carry.theta, decay=state.decay)
-  begin = count * rule.inner_batch
+  done = count * rule.inner_batch
   for size in _grid.rest(rule, inputs):
-    carry, y = run(carry, _grid.fresh(rule, inputs, begin, size))
+    carry, y = run(carry, _grid.fresh(rule, inputs, done, size))
     reads.append(y)
-    begin += size
+    done += size
   y = reads[0] if len(reads) == 1 else jnp.concatenate(reads, axis=1)
   tail = _grid.fresh_tail(rule, inputs)
   return y.astype(inputs.v.dtype), _state(carry, tail, state.position + t)

@@ -54,26 +54,21 @@ class Coefficients(NamedTuple):
   end: End = End()
 
 
-def _band(
-  step: Float[Array, "*rows c w"], ages: Float[Array, "*#rows c"] | None
-) -> Float[Array, "*rows c e"]:
-  """E: token i is written at the steps i, ..., i + w - 1.
+def _columns(c: int, window: int) -> Float[Array, "c w e"]:
+  """At which columns the steps of each row stand, as ones among zeros.
 
-  The w - 1 tokens before the batch are the first columns. A window does not
-  reach over a document start: `ages` counts the document's earlier tokens.
+  Token i is written at the steps i, ..., i + w - 1; the w - 1 tokens before the
+  batch are the first columns.
   """
-  c, window = step.shape[-2:]
-  if ages is not None:
-    offsets = jnp.arange(window, dtype=jnp.float32)
-    offsets = offsets.reshape((1,) * ages.ndim + offsets.shape)
-    step = jnp.where(ages[..., None] >= offsets, step, 0.0)
-  # Rows one longer than they should be, end to end: cut at the right length,
-  # each begins one column further. Masks would have sums as their gradient.
-  e = c + window - 1
-  rows = jnp.flip(step, axis=-1)
-  rows = jnp.pad(rows, [(0, 0)] * (step.ndim - 1) + [(0, e + 1 - window)])
-  flat = rows.reshape(*step.shape[:-2], c * (e + 1))[..., : c * e]
-  return flat.reshape(*step.shape[:-2], c, e)
+  row, offset, column = (
+    jnp.arange(size).reshape(shape)
+    for size, shape in (
+      (c, (-1, 1, 1)),
+      (window, (1, -1, 1)),
+      (c + window - 1, (1, 1, -1)),
+    )
+  )
+  return (column == row + window - 1 - offset).astype(jnp.float32)
 
 
 def recur(
@@ -92,9 +87,19 @@ def recur(
     valid: rows that exist, None for all; others change nothing.
     ages: tokens of the document before each; None where there is no window.
   """
-  rows = _band(step, ages)
-  ones = jnp.ones_like(rows[..., 0, 0])
-  zeros = jnp.zeros_like(rows[..., 0, :])
+  c, window = step.shape[-2:]
+  if ages is not None:
+    # A window does not reach over a document start.
+    offsets = jnp.arange(window, dtype=jnp.float32)
+    offsets = offsets.reshape((1,) * ages.ndim + offsets.shape)
+    step = jnp.where(ages[..., None] >= offsets, step, 0.0)
+  columns = _columns(c, window)
+
+  def spread(step, columns):  # a row of E; the whole would be as large as C
+    return jnp.einsum("...w,we->...e", step, columns, precision="highest")
+
+  ones = jnp.ones_like(step[..., 0, 0])
+  zeros = jnp.zeros_like(spread(step[..., 0, :], columns[0]))
   has_momentum = momentum is not None
   first = End(
     decay=None if decay is None else ones,
@@ -105,7 +110,8 @@ def recur(
   )
 
   def advance(old, inputs):
-    row, a, m, keep = inputs
+    step, columns, a, m, keep = inputs
+    row = spread(step, columns)
     forget = lambda a, x: x if a is None else _outer(a, x) * x
     new = End(
       decay=None if a is None else a * old.decay,
@@ -129,13 +135,14 @@ def recur(
 
   front = lambda x, axis: None if x is None else jnp.moveaxis(x, axis, 0)
   inputs = (
-    front(rows, -2),
+    front(step, -2),
+    columns,
     front(decay, -1),
     front(momentum, -1),
     front(valid, -1),
   )
   end, (decay, carry, write) = jax.lax.scan(
-    advance, first, inputs, unroll=max(1, rows.shape[-2] // _STEPS)
+    advance, first, inputs, unroll=max(1, c // _STEPS)
   )
   back = lambda x, axis: None if x is None else jnp.moveaxis(x, 0, axis)
   return Coefficients(back(decay, -1), back(carry, -1), back(write, -2), end)

@@ -10,7 +10,7 @@ from memcache_jax.array_typing import Array, Bool, Float, Params
 from memcache_jax.ops import _dispatch
 from memcache_jax.ops.mlp_memory import _chunked
 from memcache_jax.ops.mlp_memory._architecture import MLP, GatedMLP, is_bias
-from memcache_jax.ops.mlp_memory._block import Blocks, Carry, Written
+from memcache_jax.ops.mlp_memory._block import Blocks, Carry, Written, begin
 from memcache_jax.ops.mlp_memory._closing import Closing
 from memcache_jax.ops.mlp_memory._grid import Inputs
 from memcache_jax.ops.mlp_memory._loss import L2, Dot
@@ -71,7 +71,7 @@ def run_blocks(
   static: Params,
   initial: Params,
   memories: Params | None,
-  carry: Carry,
+  carry: Carry | None,
   blocks: Blocks,
 ) -> tuple[Carry, Float[Array, "b t n v"]]:
   """`_chunked.run_blocks`, by the kernel where it is chosen or there is one."""
@@ -79,10 +79,10 @@ def run_blocks(
   if choice == "by_platform" and blocks.q.shape[0] == 1:
     # Nothing stays in fast memory for a second batch.
     return _chunked.run_blocks(rule, static, initial, None, carry, blocks)
-  if blocks.fresh is None:
-    initial = {}
   letters = lambda tree: jax.tree.map(lambda x: _LETTERS[x.ndim], tree)
-  carry_axes = letters(carry)
+  carry_axes = letters(begin(rule, initial) if carry is None else carry)
+  if blocks.fresh is None and carry is not None:
+    initial = {}
   y, carry = _dispatch.run_spread(
     "mlp_memory",
     choice,
@@ -106,7 +106,7 @@ def run_blocks(
       jax.tree.map(lambda _: "g b", (blocks.fresh, blocks.full, blocks.used)),
       jax.tree.map(lambda _: "x n y v", static),
       letters(initial),
-      carry_axes,
+      letters(carry),
     ),
     ("b t n v", carry_axes),
   )
@@ -134,6 +134,8 @@ def _xla(rule, q, written, coefficients, marks, static, initial, carry):
 
 
 def _mosaic_tpu(rule, q, written, coefficients, marks, static, initial, carry):
+  if carry is None:
+    carry, initial = begin(rule, initial), {}
   pieces = _dispatch.kernel_module("mlp_memory.batches")
   config = _dispatch.kernel_module("mlp_memory.config").BatchesConfig()
   maps = rule.architecture.affine_maps(q.shape[-1], written[1].shape[-1])

@@ -1,11 +1,11 @@
 """Reading a block in pieces: one by one inside, as weights in between.
 
 The gradient of token i in an affine map is the outer product of the map's
-input X_i and of the derivative D_i with respect to its output, so a map of
-the weights after row r of a piece is, with the coefficients of
-`_coefficients`,
+input X_i and of the derivative of the loss with respect to its output, of which
+D_i is the negative, so a map of the weights after row r of a piece is, with the
+coefficients of `_coefficients`,
 
-  A_r (x W_0) + B_r (x S_0) - ((x X^T) * C_r) D
+  A_r (x W_0) + B_r (x S_0) + ((x X^T) * C_r) D
 
 where W_0 and S_0 are the weights and the momentum before the piece. No weight
 gradient of a token is ever built.
@@ -86,9 +86,9 @@ class Pieces(NamedTuple):
     coefficients: of these tokens.
     mix: weights of stored memories and of the online one, or None.
     theta: weights before the piece.
-    momentum: momentum before it, where reads need it.
+    momentum: momentum before it, where reads need it and there is any.
     x: inputs of every map, of the columns of the piece.
-    d: derivatives after it, likewise.
+    d: the negative derivatives after it, likewise.
   """
 
   q: Float[Array, "p b n d k"]
@@ -103,13 +103,13 @@ class Pieces(NamedTuple):
 def write_pieces(
   rule: Rule, now: tuple[Params, Params | None], x: Params, d: Params, block
 ) -> tuple[tuple[Params, Params | None], Pieces]:
-  """Adds the gradients of a block to the weights, piece by piece.
+  """Takes the steps of a block, piece by piece.
 
   Args:
     rule: the memory.
     now: weights and momentum before the block.
     x: inputs of every map, of all columns.
-    d: derivatives after it.
+    d: the negative derivatives after it.
     block: the tokens.
 
   Returns:
@@ -152,7 +152,7 @@ def read_pieces(
   rule: Rule,
   static: Params,
   memories: Params | None,
-  scale: dict[str, Float[Array, "b n"]] | None,
+  scale: dict[str, Float[Array, "#b n"]] | None,
   pieces: Pieces,
 ) -> Float[Array, "p b n d v"]:
   """Reads all pieces of a block at once.
@@ -184,14 +184,14 @@ def _read(rule, static, memories, scale, piece):
         scores = scores + (
           1.0 if scale is None else _outer(scale[bias] / scale[name], scores)
         )
-      out = out - numerics.matmul(
+      out = out + numerics.matmul(
         "bnce,bneo->bnco", scores * write, d, dtype=dtype
       )
     if scale is not None:
       out = _outer(scale[name], out) * out
     if bias in base:
       shift = _rows(decay, base[bias])
-      if carry is not None:
+      if momentum is not None:
         shift = shift + _rows(carry, momentum[bias])
       out = out + (
         shift if scale is None else _outer(scale[bias], shift) * shift
@@ -209,12 +209,11 @@ def _product(decay, z, weight, carry, momentum, name, dtype):
   product = functools.partial(
     numerics.matmul, "bnci,bnio->bnco", z, dtype=dtype
   )
-  times = lambda rows, out: out if rows is None else rows[..., None] * out
-  if carry is None:
-    return times(decay, product(weight))
-  both = jnp.concatenate([weight, momentum[name]], axis=-1)  # one matmul
-  out, kept = jnp.split(product(both), 2, axis=-1)
-  return times(decay, out) + carry[..., None] * kept
+  out = product(weight)
+  out = out if decay is None else decay[..., None] * out
+  if momentum is None:
+    return out
+  return out + carry[..., None] * product(momentum[name])
 
 
 def _mix(memories, name, z, weights, dtype):
@@ -241,32 +240,33 @@ def _write(now, coefficients, x, d, dtype):
   theta, momentum = now
   end = coefficients.end
   weights = (end.write, end.momentum_write)
-  written = _gradient_sums(theta, x, d, weights, dtype)
+  written = _step_sums(theta, x, d, weights, dtype)
   new = {name: _times(end.decay, w) for name, w in theta.items()}
-  if end.carry is not None:
+  if end.carry is not None and momentum is not None:
     for name, w in momentum.items():
       new[name] = new[name] + _times(end.carry, w)
   if end.write is not None:
     for name, sums in written.items():
-      new[name] = new[name] - sums[0]
+      new[name] = new[name] + sums[0]
+  if end.momentum_write is None:
+    return new, None
+  added = {name: sums[-1] for name, sums in written.items()}
   if momentum is not None:
-    momentum = {
-      name: _times(end.momentum_decay, w) - written[name][-1]
-      for name, w in momentum.items()
-    }
-  return new, momentum
+    for name, w in momentum.items():
+      added[name] = added[name] + _times(end.momentum_decay, w)
+  return new, added
 
 
-def _gradient_sums(theta, x, d, weights, dtype):
-  """Weighted sums of the gradients of every parameter, one for each weight."""
+def _step_sums(theta, x, d, weights, dtype):
+  """Weighted sums of the steps of every parameter, one for each weight."""
   weights = [w for w in weights if w is not None]
   sums = {}
   for name, columns in x.items():
     steps = [w[..., None] * d[name] for w in weights]
-    product = numerics.matmul(  # one matmul for all
-      "bnei,bneo->bnio", columns, jnp.concatenate(steps, axis=-1), dtype=dtype
-    )
-    sums[name] = jnp.split(product, len(weights), axis=-1)
+    sums[name] = [
+      numerics.matmul("bnei,bneo->bnio", columns, step, dtype=dtype)
+      for step in steps
+    ]
     if bias_name(name) in theta:
       sums[bias_name(name)] = [jnp.sum(step, axis=2) for step in steps]
   return sums
