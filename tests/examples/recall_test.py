@@ -138,9 +138,9 @@ def test_a_sweep_of_sizes_is_drawn_against_each_of_them(tmp_path):
     axis: by_model["linear, sparse"] for axis, by_model in found.items()
   }
   assert sparse == {
-    "pairs": {8: at(8, 64, 32), 16: at(16, 64, 32)},
-    "length": {n: at(16, n, 32) for n in (64, 128, 256)},
-    "width": {n: at(16, 64, n) for n in (16, 32, 64)},
+    "pairs": {26: at(26, 208, 32), 52: at(52, 208, 32)},
+    "length": {n: at(52, n, 32) for n in (208, 416, 832)},
+    "width": {n: at(52, 208, n) for n in (16, 32, 64)},
   }
   assert len(found["width"]) == len(sweep.headline(base))
   report.write(tmp_path, runs, results, base)
