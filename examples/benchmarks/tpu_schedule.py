@@ -135,8 +135,11 @@ def xla_function(case: Case, chunk_size: int):
   return run
 
 
-def bundles(dump: Path, kernel: str) -> Iterator[tuple[int, bool]]:
-  """Of the newest kernel of that name: loop depth, and whether it spills."""
+def bundles(dump: Path, kernel: str) -> Iterator[tuple[int, bool, bool]]:
+  """Of the newest kernel of that name.
+
+  Loop depth, whether it spills, and whether it is the first of a loop.
+  """
   files = [
     path
     for path in dump.glob(f"*{kernel}*final_bundles.txt")
@@ -146,15 +149,15 @@ def bundles(dump: Path, kernel: str) -> Iterator[tuple[int, bool]]:
     raise FileNotFoundError(f"No bundles of {kernel!r} among {dump}.")
   newest = max(files, key=lambda x: x.stat().st_mtime)
   for line in newest.read_text().splitlines():
-    bundle = re.match(r"\s*0x[0-9a-f]+\s*[A-Z]*\s*:\s*((?:>\s*)*)", line)
+    bundle = re.match(r"\s*0x[0-9a-f]+\s*([A-Z]*)\s*:\s*((?:>\s*)*)", line)
     if bundle:
-      yield bundle[1].count(">"), "_spill]" in line
+      yield bundle[2].count(">"), "_spill]" in line, bundle[1] == "LB"
 
 
 def count_bundles(dump: Path, kernel: str) -> tuple[collections.Counter, int]:
   """Bundles of the newest kernel of that name by loop depth, and spilling."""
   depths, spilling = collections.Counter(), 0
-  for depth, spills in bundles(dump, kernel):
+  for depth, spills, _ in bundles(dump, kernel):
     depths[depth] += 1
     spilling += spills
   return depths, spilling

@@ -7,7 +7,7 @@ every tile in use counts as a full one.
 
 import functools
 import importlib
-import itertools
+import operator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -135,6 +135,9 @@ def _of_all(case: Read):
 
 
 def _of_selected(case: Read):
+  import jax
+  import jax.numpy as jnp
+
   t, n, w, s = case.tokens, case.heads, case.width, case.states
   pieces = module_of("cache_read.config")
   network, sizes, weights, static = _network(case)
@@ -146,19 +149,24 @@ def _of_selected(case: Read):
   count = pieces.tiles(call, config)
   integers = lambda *shape: array(1, n, *shape, dtype="int32")
   tiles = forward.Tiles(
-    integers(count),
-    integers(count),
-    integers(count, config.tile),
-    integers(t // config.tokens_per_row, 128),
-    array(1, n, count, 128),
+    state=integers(count + config.ring),
+    used=integers(),
+    rows=integers(count),
+    place=integers(*pieces.table_shape(config)),
+    weights=array(1, n, config.tile, pieces.lanes(count)),
   )
-  q = array(1, n, t, w, dtype="bfloat16")
+  dtype = jnp.dtype("bfloat16")
   if network is None:
-    reader, states = forward.matrices(w, q.dtype), array(1, s, n, w, w)
+    reader, states = forward.matrices(w, w, dtype), array(1, s, n, w, w)
   else:
     networks = module_of("mlp_memory.selected").networks
-    reader, states = networks(network.forward, w, q.dtype), weights
-  arrays = q, states, static, tiles
+    reader, states = networks(network.forward, w, w, dtype), weights
+  q = array(1, n, t, w, dtype=dtype)
+  words = jax.eval_shape(
+    module_of("cache_read.selected_rows").encode,
+    *((q, q) if case.backward else (q,)),
+  )
+  words = [array(*x.shape, dtype=x.dtype) for x in words]
 
   def run(*arrays):
     if case.backward:
@@ -167,24 +175,29 @@ def _of_selected(case: Read):
     return forward.fwd(reader, *arrays, config=config)
 
   def cycles(dump, kernel):
-    runs = [
-      (depth, len(list(run)))
-      for depth, run in itertools.groupby(
-        depth for depth, _ in bundles(dump, kernel)
-      )
-    ]
-    of = lambda depth: [length for d, length in runs if d == depth]
-    # The longest one is what a tile in use takes.
-    tile = max(of(1))
-    step = sum(of(1)) - tile
-    used = n * tiles_in_use(case, config.tile)
-    # The longest loop is over rows of the table of places, others over tokens.
-    combine = max(of(2))
-    others = (sum(of(2)) - combine) * (t // 16)
-    rows = combine * (t // config.tokens_per_row)
-    return sum(of(0)) + n * (step * count + rows + others) + tile * used
+    depths, _ = count_bundles(dump, kernel)
+    columns = t // config.tokens_per_column
+    steps = -(-tiles_in_use(case, config.tile) // config.tiles_per_step)
+    # States that are fetched beforehand, rows to their places, tiles, the last
+    # gradients of states on their way, and rows back. No loop runs only once.
+    ahead = config.ring // config.tiles_per_step - 1
+    trips = [ahead] * (ahead > 1) + [columns, steps]
+    trips += [2 * config.tiles_per_step] * case.backward + [columns]
+    loops = loop_lengths(dump, kernel)
+    of_head = sum(map(operator.mul, loops, trips, strict=True))
+    return depths[0] + n * (depths[1] + of_head)
 
-  return run, (*arrays, q) if case.backward else arrays, cycles
+  return run, (words, states, static, tiles), cycles
+
+
+def loop_lengths(dump: Path, kernel: str) -> list[int]:
+  """Bundles of each of the loops within the grid."""
+  lengths = []
+  for depth, _, begins in bundles(dump, kernel):
+    if depth == 2:
+      lengths += [0] * begins
+      lengths[-1] += 1
+  return lengths
 
 
 def tiles_in_use(case: Read, tile: int) -> int:

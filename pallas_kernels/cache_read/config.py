@@ -15,6 +15,10 @@ _VMEM_LIMIT = (64 - 8) * _MIB
 _VMEM_OF_STATES = 16 * _MIB
 # Tables of tiles lie in scalar memory, two words a tile.
 _MOST_TILES = 2**16
+# States on their way, and the fast memory they take, where they are large.
+_MOST_IN_RING = 16
+_VMEM_OF_RING = _MIB
+_LARGEST_TILE = 160
 # Queries that are loaded at a time, of a width of 256. More would spill, as
 # would products of float32, which are made of several.
 _ROWS = {"float32": 256, "bfloat16": 1024}
@@ -108,18 +112,24 @@ class SelectedConfig:
   Attributes:
     tokens: of a block, whose pairs are sorted together.
     selected: states of each token.
-    tile: places of a tile, a multiple of 8 up to 128.
+    tile: places of a tile, a multiple of 8.
+    tiles_per_step: tiles that are read together, a power of 2; none of their
+      products waits for another.
+    ring: states in fast memory, a power of 2 from twice `tiles_per_step` on;
+      those that are not read yet are on their way.
     vmem_limit_bytes: fast memory that a kernel may fill.
   """
 
   tokens: int
   selected: int
   tile: int
+  tiles_per_step: int = 1
+  ring: int = 2
   vmem_limit_bytes: int = _VMEM_LIMIT
 
   @property
-  def tokens_per_row(self) -> int:
-    """Tokens whose places are one row of a table; a power of 2."""
+  def tokens_per_column(self) -> int:
+    """Tokens whose places are one column of a table; a power of 2."""
     tokens = _LANES // 2
     while tokens * self.selected > _LANES:
       tokens //= 2
@@ -154,16 +164,35 @@ class SelectedCall:
 
 def selected_config(call: SelectedCall) -> SelectedConfig:
   """The pieces for a call, from its sizes alone."""
+  per_step, ring = _tiles_per_step(call), _MOST_IN_RING
+  while ring > 2 * per_step and ring * _state(call) > _VMEM_OF_RING:
+    ring //= 2
   tokens = _round_up(call.tokens, _LANES // 2)
   while True:
     pairs = tokens * call.selected
-    tile = _SUBLANES  # about as many tiles as there are states
-    while tile < _LANES and 2 * tile * call.states <= pairs:
-      tile *= 2
-    config = SelectedConfig(tokens, call.selected, tile)
+    tile = _tile(pairs, call.states)
+    config = SelectedConfig(tokens, call.selected, tile, per_step, ring)
     if tokens <= _LANES or _vmem_of_selected(call, config) <= _VMEM_LIMIT:
       return config
     tokens = _round_up(tokens // 2, _LANES // 2)
+
+
+def _tile(pairs: int, states: int) -> int:
+  """Places of a tile, so that few states leave much of their last one.
+
+  A state that is selected as often as others has one tile, or a few that are as
+  large, with room for a quarter more.
+  """
+  room = 5 * pairs // (4 * states)
+  return max(_round_up(room // (-(-room // _LARGEST_TILE) or 1), 8), 8)
+
+
+def _tiles_per_step(call: SelectedCall) -> int:
+  """As many as registers have room for."""
+  widest = max(call.k, call.v)
+  if call.maps or widest > 2 * _LANES:
+    return 1
+  return 2 if widest > _LANES else 4
 
 
 def selected_supports(call: SelectedCall) -> str | None:
@@ -228,25 +257,56 @@ def selected_triton_supports(call: SelectedCall) -> str | None:
 def tiles(call: SelectedCall, chosen: SelectedConfig) -> int:
   """Of one block of tokens and head; each state may leave one unfilled."""
   pairs = chosen.tokens * call.selected
-  return pairs // chosen.tile + min(call.states, pairs)
+  count = pairs // chosen.tile + min(call.states, pairs)
+  return _round_up(count, chosen.tiles_per_step)
+
+
+def table_shape(chosen: SelectedConfig) -> tuple[int, int]:
+  """Of the places of a head; what is copied is whole registers."""
+  tokens = chosen.tokens_per_column
+  return tokens * chosen.selected, lanes(-(-chosen.tokens // tokens))
+
+
+def lanes(count: int) -> int:
+  """Columns that a table of this many takes."""
+  return _round_up(count, _LANES)
 
 
 def _vmem_of_selected(call: SelectedCall, chosen: SelectedConfig) -> int:
-  """Fast memory of the backward pass, which takes more than the forward."""
+  """Fast memory of the pass that takes more."""
+  k, v = lanes(call.k), lanes(call.v)
+  places = tiles(call, chosen) * chosen.tile
   size = 4 if call.dtype == "float32" else 2
-  k, v = _round_up(call.k, _LANES), _round_up(call.v, _LANES)
-  count = tiles(call, chosen)
-  # Queries and gradients of two buffers, and copies in float32.
-  tokens = chosen.tokens * (4 * size * k + 2 * size * v + 4 * (k + v))
-  # What is read at every place; gates and their gradients.
-  places = count * (chosen.tile * max(k, v) * 4 + 4 * _LANES * 4)
-  # A state and its gradient, of two buffers each, and as operands; what a tile
-  # is before and after what is between two maps, forwards and backwards.
-  up = lambda x: _round_up(x, _LANES)
-  maps = call.maps or ((k, v),)
-  state = 6 * 4 * sum(up(i) * up(o) for i, o in maps)
-  widest = up(max(max(widths) for widths in maps))
-  return tokens + places + state + 12 * 4 * chosen.tile * widest
+  # Words of tokens and what is added up for them, of two buffers each; words
+  # and what is read at places.
+  rows = [
+    chosen.tokens * 2 * (4 * words + out) + places * 4 * (words + read)
+    for words, out, read in (
+      (_words(call, call.k), 4 * v, v),
+      (_words(call, call.k, call.v), size * k, k),
+    )
+  ]
+  gates = 4 * 4 * chosen.tile * lanes(tiles(call, chosen))
+  # Those in the ring and as operands, and gradients; what a tile is before and
+  # after what is between two maps, forwards and backwards.
+  states = (chosen.ring + 3 * chosen.tiles_per_step + 2) * _state(call)
+  widest = lanes(max(call.k, call.v, *sum(call.maps, ())))
+  values = 12 * 4 * chosen.tile * widest
+  return max(rows) + gates + states + values
+
+
+def _state(call: SelectedCall) -> int:
+  """Bytes of a state."""
+  maps = call.maps or ((call.k, call.v),)
+  return 4 * sum(_round_up(i, _SUBLANES) * lanes(o) for i, o in maps)
+
+
+def _words(call: SelectedCall, *widths: int) -> int:
+  """Lanes of the words that hold rows of these widths."""
+  total = sum(lanes(width) for width in widths)
+  if call.dtype == "bfloat16" and total == sum(widths):
+    return lanes(total // 2)
+  return total
 
 
 def _round_up(x: int, multiple: int) -> int:

@@ -72,7 +72,7 @@ def test_reads_of_all_compile(name, chip):
 def test_reads_of_selected_states_compile(name, chip):
   t, s, r, k, v, dtype = SELECTED[name]
   states = _array(chip)(1, s, 2, k, v)
-  reader = _module("cache_read.selected").matrices(v, dtype)
+  reader = _module("cache_read.selected").matrices(k, v, jnp.dtype(dtype))
   text = _selected(reader, chip, (t, s, r, k, v, dtype), states, {})
   for kernel in ("fwd", "bwd"):
     assert f"memcache_cache_read_selected_{kernel}" in text
@@ -95,20 +95,21 @@ def _selected(reader, chip, sizes, stored, shared, maps=()):
   blocks, t = -(-t // config.tokens), config.tokens
   integers = lambda *shape: array(blocks, 2, *shape, dtype=jnp.int32)
   tiles = module.Tiles(
-    state=integers(count),
+    state=integers(count + config.ring),
+    used=integers(),
     rows=integers(count),
-    token=integers(count, config.tile),
-    place=integers(t // config.tokens_per_row, 128),
-    weights=array(blocks, 2, count, 128),
+    place=integers(*pieces.table_shape(config)),
+    weights=array(blocks, 2, config.tile, pieces.lanes(count)),
   )
   q, d_y = (array(blocks, 2, t, x, dtype=dtype) for x in (k, v))
+  encode = _module("cache_read.selected_rows").encode
 
-  def both(*inputs, d_y):
-    y = module.fwd(reader, *inputs, config=config)
+  def both(q, d_y, *inputs):
+    y = module.fwd(reader, encode(q), *inputs, config=config)
     backward = _module("cache_read.selected_vjp").bwd
-    return y, backward(reader, *inputs, d_y, config=config)
+    return y, backward(reader, encode(q, d_y), *inputs, config=config)
 
-  lowered = jax.jit(both).lower(q, stored, shared, tiles, d_y=d_y)
+  lowered = jax.jit(both).lower(q, d_y, stored, shared, tiles)
   return lowered.compile().as_text()
 
 
@@ -138,7 +139,7 @@ def test_reads_of_networks_compile(chip):
     assert re.search(rf"memcache_mlp_memory_{kernel}\b", text)
 
   reader = _module("mlp_memory.selected").networks(
-    architecture.forward, width, dtype
+    architecture.forward, width, width, jnp.dtype(dtype)
   )
   rows = lambda x: array(*x.shape[:-1], 1, x.shape[-1])
   text = _selected(

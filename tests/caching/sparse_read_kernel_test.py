@@ -115,9 +115,11 @@ def test_several_blocks_of_tokens(monkeypatch):
   chosen = config.selected_config(
     config.SelectedCall(128, 128, "bfloat16", 4096, 64, 2, heads=8)
   )
-  assert chosen.tile == 128
+  assert chosen.tile == 160
   assert chosen.tokens == 4096
-  pieces = config.SelectedConfig(tokens=64, selected=1, tile=16)
+  pieces = config.SelectedConfig(
+    tokens=64, selected=1, tile=16, tiles_per_step=2, ring=8
+  )
   monkeypatch.setattr(config, "selected_config", lambda _: pieces)
   inputs = _inputs(67, 5, 1, 128, 64, b=2)
   assert_close(_interpreted(inputs), _run(_dense, inputs))
@@ -141,7 +143,8 @@ def test_bfloat16(monkeypatch):
 
   kernel = importlib.import_module(f"{KERNELS}.selected")
   monkeypatch.setattr(kernel, "dot", functools.partial(float32, kernel.dot))
-  q, *others = _inputs(20, 4, 1, 64, 256)
+  # Two numbers share a word; of gradients one number is left over.
+  q, *others = _inputs(20, 4, 1, 256, 128)
   inputs = (q.astype(jnp.bfloat16), *others)
   grads, y = _interpreted(inputs)
   assert [x.dtype.name for x in grads] == ["bfloat16", "float32", "float32"]

@@ -40,6 +40,18 @@ def test_bundles_are_counted_by_depth(tmp_path):
     tpu_schedule.count_bundles(tmp_path, "another")
 
 
+def test_loops_within_the_grid_are_counted_apart(tmp_path):
+  loops = """
+  0x0   LB: > { %s1 = sld [smem:[#allocation2]] }
+  0x1   LB: > > { %v1 = vld [vmem:[#allocation2] sm:$0xff] }
+  0x2     : > > { %v2 = vmatmul.f32.gmra.mxu0 %v1 }
+  0x3   LB: > > { %p1 = scmp.lt }
+  0x4     : > { %p2 = scmp.lt }
+  """
+  (tmp_path / "1-a_kernel-final_bundles.txt").write_text(loops)
+  assert tpu_schedule_reads.loop_lengths(tmp_path, "a_kernel") == [2, 1]
+
+
 def test_loops_count_as_often_as_they_run():
   assert tpu_schedule.xla_cycles(PROGRAM) == 100 + 4 * 7
   case = Case(width=128, heads=2)  # 16 segments

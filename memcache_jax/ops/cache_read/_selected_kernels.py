@@ -1,7 +1,6 @@
 """Between reads of selected states and their kernels: pairs in tiles."""
 
 import functools
-from types import ModuleType
 from typing import Any
 
 import jax
@@ -11,8 +10,6 @@ from einops import rearrange
 from memcache_jax.array_typing import Array, Float, Int, PyTree
 from memcache_jax.ops import _dispatch
 from memcache_jax.ops.cache_read._plan import make_plan
-
-_LANES = 128
 
 
 def why_not(
@@ -61,7 +58,7 @@ def mosaic_tpu_vjp(
 
 def _reader(states, q):
   module = _dispatch.kernel_module("cache_read.selected")
-  return module.matrices(states.shape[-1], q.dtype)
+  return module.matrices(*states.shape[-2:], q.dtype)
 
 
 def call(
@@ -103,10 +100,11 @@ def forward(
     index: states that tokens selected; -1 for none.
     weights: the gate of each.
   """
-  module, config = _kernels(sizes)
-  tiles, _ = _tiles(module, config, index, weights, sizes.states)
-  blocks = _blocks(q, config.tokens)
-  y = module.fwd(reader, blocks, stored, shared, tiles, config=config)
+  config = _config(sizes)
+  tiles, _ = _tiles(sizes, config, index, weights)
+  y = _dispatch.kernel_module("cache_read.selected").fwd(
+    *(reader, _words(config, q), stored, shared, tiles), config=config
+  )
   return _tokens(y, q)
 
 
@@ -121,20 +119,19 @@ def gradients(
   d_y: Float[Array, "b t n v"],
 ) -> tuple[Float[Array, "b t n k"], PyTree, PyTree, Float[Array, "b t n r"]]:
   """Those of `forward`, of q, stored, shared and weights."""
-  module, config = _kernels(sizes)
-  tiles, place = _tiles(module, config, index, weights, sizes.states)
+  config = _config(sizes)
+  tiles, place = _tiles(sizes, config, index, weights)
+  words = _words(config, q, d_y.astype(q.dtype))
   d_q, *d_states, d_places = _dispatch.kernel_module(
     "cache_read.selected_vjp"
-  ).bwd(
-    *(reader, _blocks(q, config.tokens), stored, shared, tiles),
-    _blocks(d_y.astype(q.dtype), config.tokens),
-    config=config,
-  )
+  ).bwd(reader, words, stored, shared, tiles, config=config)
   # Sums over blocks of tokens.
   d_stored, d_shared = jax.tree.map(
     lambda x: jnp.sum(x.reshape(q.shape[0], -1, *x.shape[1:]), axis=1), d_states
   )
-  d_places = rearrange(d_places[..., : config.tile], "b n p c -> b n (p c)")
+  d_places = rearrange(
+    d_places[..., : tiles.rows.shape[2]], "b n c p -> b n (p c)"
+  )
   d_weights = _numbers(d_places, place)
   d_weights = rearrange(d_weights, "b n (t r) -> b n t r", r=index.shape[3])
   d_weights = _tokens(d_weights, q).astype(weights.dtype)
@@ -145,13 +142,19 @@ def gradients(
   )
 
 
-def _kernels(sizes) -> tuple[ModuleType, Any]:
-  config = _dispatch.kernel_module("cache_read.config").selected_config(sizes)
-  return _dispatch.kernel_module("cache_read.selected"), config
+def _config(sizes) -> Any:
+  return _dispatch.kernel_module("cache_read.config").selected_config(sizes)
 
 
-def _tiles(module, config, index, weights, slots):
+def _words(config, *rows):
+  """Rows [b t n x] of tokens in words [b n t lanes], by blocks of tokens."""
+  encode = _dispatch.kernel_module("cache_read.selected_rows").encode
+  return encode(*(_blocks(x, config.tokens) for x in rows))
+
+
+def _tiles(sizes, config, index, weights):
   """The kernels' `Tiles`, and the place [b n (t r)] of each pair."""
+  pieces = _dispatch.kernel_module("cache_read.config")
   fill = lambda x: jnp.pad(
     x,
     [(0, 0), (0, -x.shape[1] % config.tokens), (0, 0), (0, 0)],
@@ -161,31 +164,34 @@ def _tiles(module, config, index, weights, slots):
     fill(x), "b (g t) ... -> (b g) t ...", t=config.tokens
   )
   index, weights = split(index), split(weights.astype(jnp.float32))
-  plan = make_plan(index, slots, config.tile)
+  plan = make_plan(index, sizes.states, config.tile)
+  count = pieces.tiles(sizes, config)
   pair = rearrange(plan.pair, "b n (p c) -> b n p c", c=config.tile)
   rows = jnp.sum(pair >= 0, axis=3, dtype=jnp.int32)
   state = rearrange(plan.memory, "b p n -> b n p")
   last = jnp.max(jnp.where(rows > 0, state, 0), axis=2, keepdims=True)
+  state = _fill(jnp.where(rows > 0, state, last), count + config.ring, "edge")
   weights = rearrange(weights, "b t n r -> b n (t r)")
   weights = rearrange(
-    _numbers(weights, plan.pair), "b n (p c) -> b n p c", c=config.tile
+    _numbers(weights, plan.pair), "b n (p c) -> b n c p", c=config.tile
   )
-  nowhere = plan.pair.shape[2]
-  place = jnp.where(plan.place < 0, nowhere, plan.place)
-  per_row = config.tokens_per_row * config.selected
-  place = rearrange(place, "b n (g j) -> b n g j", j=per_row)
+  place = jnp.where(plan.place < 0, count * config.tile, plan.place)
+  pairs, columns = pieces.table_shape(config)
+  place = rearrange(place, "b n (g j) -> b n j g", j=pairs)
+  module = _dispatch.kernel_module("cache_read.selected")
   tiles = module.Tiles(
-    state=jnp.where(rows > 0, state, last),
-    rows=rows,
-    token=jnp.maximum(pair, 0) // config.selected,
-    place=_fill_lanes(place),
-    weights=_fill_lanes(weights),
+    state=state,
+    used=jnp.sum(rows > 0, axis=2, dtype=jnp.int32),
+    rows=_fill(rows, count),
+    place=_fill(place, columns),
+    weights=_fill(weights, pieces.lanes(count)),
   )
   return tiles, plan.place
 
 
-def _fill_lanes(x):
-  return jnp.pad(x, [(0, 0)] * 3 + [(0, _LANES - x.shape[3])])
+def _fill(x, size, mode="constant"):
+  width = [(0, 0)] * (x.ndim - 1) + [(0, size - x.shape[-1])]
+  return jnp.pad(x, width, mode=mode)
 
 
 def _numbers(x, index):

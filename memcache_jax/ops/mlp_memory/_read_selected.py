@@ -114,7 +114,9 @@ def _call(sizes, q, index):
 
 def _reader(sizes, q):
   module = _dispatch.kernel_module("mlp_memory.selected")
-  return module.networks(sizes.architecture.forward, sizes.value_dim, q.dtype)
+  return module.networks(
+    *(sizes.architecture.forward, q.shape[3], sizes.value_dim, q.dtype)
+  )
 
 
 def _mosaic_tpu(sizes, q, memories, index, weights, static):
