@@ -26,7 +26,10 @@ from pathlib import Path
 from examples.benchmarks import readme
 
 README = Path(__file__).parents[2] / "pallas_kernels" / "README.md"
-OPS = ("cached_linear_attention", "cache_read", "delta_rule")
+OPS = (
+  *("cached_linear_attention", "cache_read", "selected_read", "delta_rule"),
+  "read_networks",
+)
 ARCHITECTURE = "sm_90a"
 # What XLA wants to know of the GPU that it compiles for.
 H100 = """
@@ -137,6 +140,40 @@ def _cache_read(case: Case, array):
   }
 
 
+def _selected_read(case: Case, array):
+  """Of two each."""
+  import jax.numpy as jnp
+
+  from memcache_jax.ops.cache_read import selected_read
+
+  _, arrays = _cache_read(case, array)
+  arrays["weights"] = array(1, case.tokens, 8, 2)
+
+  def run(weights, **arrays):
+    index, xla = weights.astype(jnp.int32), lambda *_: None  # does not run
+    return selected_read(weights=weights, index=index, xla=xla, **arrays)
+
+  return run, arrays
+
+
+def _read_networks(case: Case, array):
+  """MLPs of the library; of a width that a norm cannot have without it."""
+  import jax
+
+  from memcache_jax.ops.mlp_memory import MLP, read_networks
+
+  d, _, arrays = case.width, *_cache_read(case, array)
+  network = MLP(norm=not d & (d - 1))
+  slots = arrays.pop("states").shape[1]
+  arrays["memories"] = {
+    "w_in": array(1, slots, 8, d, 4 * d),
+    "w_out": array(1, slots, 8, 4 * d, d),
+  }
+  static = jax.eval_shape(lambda: network.static_params(8, d))
+  arrays["params"] = {name: array(*x.shape) for name, x in static.items()}
+  return functools.partial(read_networks, network), arrays
+
+
 def _delta_rule(case: Case, array):
   import jax.numpy as jnp
 
@@ -159,7 +196,9 @@ def _delta_rule(case: Case, array):
 _CALLS = {
   "cached_linear_attention": _cached_linear_attention,
   "cache_read": _cache_read,
+  "selected_read": _selected_read,
   "delta_rule": _delta_rule,
+  "read_networks": _read_networks,
 }
 
 

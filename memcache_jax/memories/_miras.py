@@ -217,7 +217,7 @@ class Miras(Memory):
   ) -> Float[Array, "b t n v"]:
     return read_networks(
       *(self.architecture, params, memories, self._map(params, q), weights),
-      implementation=of_op(self.implementation, "mosaic_tpu"),
+      implementation=of_op(self.implementation, "mosaic_tpu", "triton"),
     )
 
   def read_selected(

@@ -13,6 +13,9 @@ _VMEM_LIMIT = (64 - 8) * _MIB
 _HIDDEN = 128 * 1024
 # Tokens of an inner batch: their scores are a register or a few.
 _COLUMNS = 256
+# Networks whose gradients are taken together on a GPU: enough programs, and
+# not too many numbers in between.
+_TOGETHER = 8
 
 
 @dataclass(frozen=True)
@@ -89,16 +92,64 @@ def gradient_config(call: Call) -> GradientConfig:
 
 def supports(call: Call) -> str | None:
   """Why the TPU kernels cannot take a call; None if they can."""
-  if reason := _wrong_operands(call):
+  if reason := _wrong_operands(call) or _nothing(call):
     return reason
-  if call.tokens < 1 or call.networks < 1:
-    return (
-      "its tokens and networks are at least one: "
-      f"got {call.tokens} and {call.networks}"
-    )
   forward = _vmem_bytes(call, config(call))
   backward = _vmem_of_gradients(call, gradient_config(call))
   return _too_large(max(forward, backward))
+
+
+@dataclass(frozen=True)
+class TritonConfig:
+  """How the kernels for GPUs cut up a call.
+
+  Attributes:
+    rows: tokens of a program.
+    columns: of the hidden layer, or else of the input, that it takes at a time.
+    warps: of a program.
+    stages: iterations of a loop whose loads are on their way.
+  """
+
+  rows: int
+  columns: int
+  warps: int
+  stages: int
+
+
+def triton_config(call: Call) -> TritonConfig:
+  """The pieces on a GPU, from the sizes alone."""
+  # More would spill.
+  stages = 1 if call.dtype == "float32" else 2
+  return TritonConfig(rows=64, columns=32, warps=8, stages=stages)
+
+
+def triton_gradient_config(call: Call) -> TritonConfig:
+  """The pieces of its gradients."""
+  # More would spill: what is around a norm is kept for its gradient.
+  stages = 1 if call.dtype == "float32" else 2
+  return TritonConfig(rows=32, columns=32, warps=8, stages=stages)
+
+
+def networks_together(call: Call) -> int:
+  """Of how many networks gradients are taken at a time; all or a divisor."""
+  return max(i for i in range(1, _TOGETHER + 1) if call.networks % i == 0)
+
+
+def triton_supports(call: Call, *, norm: bool) -> str | None:
+  """Why the GPU kernels cannot take a call; None if they can.
+
+  Args:
+    call: its sizes, of a network of one hidden layer or none.
+    norm: whether its output has one.
+  """
+  if reason := _wrong_operands(call) or _nothing(call):
+    return reason
+  for name, width in (("key", call.k), ("value", call.v)):
+    if width > 256:
+      return f"its {name} width is up to 256: got {width}"
+  if norm and call.v & (call.v - 1):
+    return f"the width of a norm is a power of 2: got {call.v}"
+  return None
 
 
 @dataclass(frozen=True)
@@ -161,6 +212,15 @@ def _wrong_operands(call: Call | BatchesCall) -> str | None:
   for width in sorted({call.k, call.v, *sum(call.maps, ())}):
     if width % 32:
       return f"its widths are multiples of 32: got {width}"
+  return None
+
+
+def _nothing(call: Call) -> str | None:
+  if call.tokens < 1 or call.networks < 1:
+    return (
+      "its tokens and networks are at least one: "
+      f"got {call.tokens} and {call.networks}"
+    )
   return None
 
 

@@ -10,9 +10,11 @@ KERNELS = {
     *("write", "chain", "read", "read_vjp", "write_k_vjp"),
   ),
   "cache_read": ("read", "read_vjp", "states_vjp"),
+  "selected_read": ("read", "read_vjp", "states_vjp"),
   "delta_rule": (
     *("solve", "chain", "read", "read_vjp", "chain_vjp", "tokens_vjp"),
   ),
+  "read_networks": ("read", "read_vjp", "networks_vjp"),
 }
 CASES = {
   "plain_256": Case(256),
@@ -27,7 +29,9 @@ CASES = {
   [
     *(("cached_linear_attention", name) for name in CASES),
     ("cache_read", "odd_96"),
+    ("selected_read", "odd_96"),
     ("delta_rule", "odd_96"),
+    ("read_networks", "odd_96"),
   ],
 )
 def test_compiles(op, name):

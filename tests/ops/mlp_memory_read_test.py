@@ -1,7 +1,8 @@
-"""Gated reads of networks as a TPU kernel, against one network at a time."""
+"""Gated reads of networks as kernels, against one network at a time."""
 
 import functools
 import importlib
+from contextlib import nullcontext
 
 import jax
 import jax.numpy as jnp
@@ -71,6 +72,35 @@ def test_equals_one_network_at_a_time(name, monkeypatch):
   assert_close(got, expected)
 
 
+@pytest.fixture
+def simulated_gpu(monkeypatch):
+  """Where the kernels for GPUs run without one; loads find nan by default."""
+  for name, function in (("triton", "fwd"), ("triton_vjp", "bwd")):
+    module = importlib.import_module(f"{KERNELS}.{name}")
+    run = functools.partial(getattr(module, function), interpret=True)
+    monkeypatch.setattr(module, function, run)
+
+
+@pytest.mark.usefixtures("simulated_gpu")
+@pytest.mark.parametrize(
+  ("architecture", "sizes"),
+  [
+    (MLP(bias=True), (70, 3, 64)),
+    (GatedMLP(residual=True), (9, 2, 96)),
+    (MLP.ttt_linear(), (20, 2, 128)),
+  ],
+)
+def test_the_gpu_kernels_equal_one_network_at_a_time(
+  architecture, sizes, monkeypatch
+):
+  # Gradients of three are not taken together, of two they are.
+  pieces = importlib.import_module(f"{KERNELS}.config")
+  monkeypatch.setattr(pieces, "_TOGETHER", 2)
+  inputs = _inputs(architecture, *sizes)
+  expected = _run(architecture, inputs, "xla")
+  assert_close(_run(architecture, inputs, "triton"), expected)
+
+
 def test_tokens_whose_gradients_are_taken_together():
   pieces = importlib.import_module(f"{KERNELS}.config")
   maps = ((128, 512), (512, 128))
@@ -123,19 +153,26 @@ def _one_more(x):
   return [(0, 0), (0, 1), *[(0, 0)] * (x.ndim - 2)]
 
 
-def test_operands_of_bfloat16(monkeypatch):
+@pytest.mark.usefixtures("simulated_gpu")
+@pytest.mark.parametrize(
+  ("implementation", "modules"),
+  [("mosaic_tpu", ["network"]), ("triton", ["triton", "triton_vjp"])],
+)
+def test_operands_of_bfloat16(implementation, modules, monkeypatch):
   # XLA has no product of bfloat16 for a CPU: here it is one of float32, which
   # is exact for what bfloat16 can hold.
   def float32(dot, a, b, *args):
     return dot(a.astype(jnp.float32), b.astype(jnp.float32), *args)
 
-  network = importlib.import_module(f"{KERNELS}.network")
-  monkeypatch.setattr(network, "dot", functools.partial(float32, network.dot))
+  for name in modules:
+    kernel = importlib.import_module(f"{KERNELS}.{name}")
+    monkeypatch.setattr(kernel, "dot", functools.partial(float32, kernel.dot))
   architecture = MLP()
   exact = _inputs(architecture, 20, 2, 64)
   inputs = _inputs(architecture, 20, 2, 64, jnp.bfloat16)
-  with _simulated():
-    grads, y = _run(architecture, inputs, "mosaic_tpu")
+  simulated = _simulated() if implementation == "mosaic_tpu" else nullcontext()
+  with simulated:
+    grads, y = _run(architecture, inputs, implementation)
   assert grads[2].dtype == jnp.bfloat16
   assert y.dtype == jnp.float32
   exact_grads, exact_y = _run(architecture, exact, "xla")
@@ -146,10 +183,15 @@ def test_operands_of_bfloat16(monkeypatch):
 @pytest.mark.parametrize(
   ("implementation", "platform", "width", "kernels"),
   [
-    (None, "tpu", 64, 1),
-    (None, "tpu", 24, 0),
-    ("xla", "tpu", 64, 0),
-    (None, "cpu", 64, 0),
+    (None, "tpu", 64, ("mlp_memory_read", "mlp_memory_read_bwd")),
+    (None, "tpu", 24, ()),
+    ("xla", "tpu", 64, ()),
+    (
+      *("triton", "cuda", 64),
+      tuple(f"read_networks_{x}" for x in ("read", "read_vjp", "networks_vjp")),
+    ),
+    (None, "cuda", 64, ()),
+    (None, "cpu", 64, ()),
   ],
 )
 def test_the_platform_decides_when_nobody_does(
@@ -164,19 +206,24 @@ def test_the_platform_decides_when_nobody_does(
   inputs = _inputs(architecture, 9, 2, width, jnp.bfloat16)
   traced = jax.jit(jax.grad(loss, argnums=2)).trace(*inputs)
   text = traced.lower(lowering_platforms=(platform,)).as_text()
-  for name in ("read", "read_bwd"):
-    kernel = f'kernel_name = "memcache_mlp_memory_{name}"'
-    assert text.count(kernel) == kernels
+  for name in kernels:
+    assert text.count(f'name = "memcache_{name}"') == 1
+  assert kernels or 'name = "memcache_' not in text
 
 
 @pytest.mark.parametrize(
-  ("architecture", "width", "reason"),
+  ("implementation", "architecture", "width", "reason"),
   [
-    (MLP(), 40, "multiples of 32: got 40"),
-    (MLP(depth=3), 512, "a network must fit into fast memory"),
+    ("mosaic_tpu", MLP(), 40, "multiples of 32: got 40"),
+    ("mosaic_tpu", MLP(depth=3), 512, "a network must fit into fast memory"),
+    ("triton", MLP(), 40, "multiples of 32: got 40"),
+    ("triton", MLP(), 96, "the width of a norm is a power of 2: got 96"),
+    ("triton", MLP(depth=3), 64, "one hidden layer at most: got 3 maps"),
   ],
 )
-def test_the_kernel_says_what_it_cannot(architecture, width, reason):
+def test_the_kernel_says_what_it_cannot(
+  implementation, architecture, width, reason
+):
   params = jax.eval_shape(
     lambda: architecture.init_params(jax.random.key(0), 2, width, width)
   )
@@ -190,7 +237,7 @@ def test_the_kernel_says_what_it_cannot(architecture, width, reason):
     array((1, 9, 2, 3), jnp.float32),
   )
   run = functools.partial(
-    read_networks, architecture, implementation="mosaic_tpu"
+    read_networks, architecture, implementation=implementation
   )
   with pytest.raises(NotImplementedError, match=reason):
     jax.eval_shape(run, params, memories, q, weights)

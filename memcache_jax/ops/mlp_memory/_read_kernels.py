@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import jax
@@ -85,10 +86,11 @@ def why_not(sizes: Sizes) -> str | None:
   if (reason := why_not_network(sizes.architecture)) is not None:
     return reason
   module = _dispatch.kernel_module("mlp_memory.config")
-  return module.supports(_call(module, sizes))
+  return module.supports(call_of(module, sizes))
 
 
-def _call(module, sizes):
+def call_of(module: ModuleType, sizes: Sizes) -> Any:
+  """The kernels' `Call`."""
   return module.Call(
     maps=sizes.maps,
     k=sizes.key_dim,
@@ -150,7 +152,7 @@ def mosaic_tpu(
 ) -> Float[Array, "b t n v"]:
   """`read_networks`, as a kernel for TPUs."""
   pieces = _dispatch.kernel_module("mlp_memory.config")
-  config = pieces.config(_call(pieces, sizes))
+  config = pieces.config(call_of(pieces, sizes))
   y = _dispatch.kernel_module("mlp_memory.mosaic_tpu").fwd(
     sizes.architecture.forward,
     _fill(rearrange(q, "b t n k -> b n t k"), 2, config.rows),
@@ -172,7 +174,7 @@ def mosaic_tpu_vjp(
 ) -> tuple[Float[Array, "b t n k"], Params, Float[Array, "b t n s"], Params]:
   """Its gradients."""
   pieces = _dispatch.kernel_module("mlp_memory.config")
-  config = pieces.gradient_config(_call(pieces, sizes))
+  config = pieces.gradient_config(call_of(pieces, sizes))
   module = _dispatch.kernel_module("mlp_memory.mosaic_tpu_vjp")
   networks, shared = matrices(memories, static)
 

@@ -9,7 +9,7 @@ from memcache_jax import sharding
 from memcache_jax.array_typing import Array, Float, Params
 from memcache_jax.ops import _checks, _dispatch
 from memcache_jax.ops.cache_read import read_one_token
-from memcache_jax.ops.mlp_memory import _read_kernels
+from memcache_jax.ops.mlp_memory import _read_kernels, _read_triton
 from memcache_jax.ops.mlp_memory._architecture import (
   Architecture,
   apply_architecture,
@@ -40,9 +40,10 @@ def read_networks(
     memories: stored weights, leaves [b s n ...].
     q: queries; float32 or bfloat16.
     weights: gate of every token for every stored network.
-    implementation: "mosaic_tpu", for networks of this library; "xla" and
-      "reference" for a scan over the networks; or None for the fastest on the
-      platform the program is compiled for.
+    implementation: "mosaic_tpu", for networks of this library; "triton" (for
+      GPUs; compiled but not yet run on one), for those of one hidden layer at
+      most; "xla" and "reference" for a scan over the networks; or None for the
+      fastest on the platform the program is compiled for.
 
   Returns:
     y in float32.
@@ -75,10 +76,13 @@ def read_networks(
   sizes = _read_kernels.sizes_of(architecture, q, memories, static)
   if implementation is None and q.shape[1] == 1:
     implementation = "xla"  # which moves nothing but the weights, once
-  why_not = None
-  if implementation in (None, "mosaic_tpu"):
-    why_not = _read_kernels.why_not(sizes)
-  choice = _dispatch.resolve(_NAME, implementation, {"mosaic_tpu": why_not})
+  why_not = {}
+  if implementation not in ("reference", "xla"):
+    why_not = {
+      "mosaic_tpu": _read_kernels.why_not(sizes),
+      "triton": _read_triton.why_not(sizes),
+    }
+  choice = _dispatch.resolve(_NAME, implementation, why_not)
   one_by_one = functools.partial(_one_by_one, sizes)
   if choice in ("reference", "xla"):
     return one_by_one(q, memories, weights, static)
@@ -86,8 +90,14 @@ def read_networks(
     _NAME,
     choice,
     _read_kernels.of_rows(one_by_one),
-    {"mosaic_tpu": functools.partial(_read_kernels.mosaic_tpu, sizes)},
-    {"mosaic_tpu": functools.partial(_read_kernels.mosaic_tpu_vjp, sizes)},
+    {
+      "mosaic_tpu": functools.partial(_read_kernels.mosaic_tpu, sizes),
+      "triton": functools.partial(_read_triton.triton, sizes),
+    },
+    {
+      "mosaic_tpu": functools.partial(_read_kernels.mosaic_tpu_vjp, sizes),
+      "triton": functools.partial(_read_triton.triton_vjp, sizes),
+    },
     (q, memories, weights, _read_kernels.on_rows(static, q)),
     (
       *("b t n k", _read_kernels.letters(memories), "b t n s"),

@@ -1,0 +1,110 @@
+"""Between reads of stored networks and their kernels for GPUs."""
+
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from einops import rearrange
+
+from memcache_jax.array_typing import Array, Float, Params
+from memcache_jax.ops import _dispatch
+from memcache_jax.ops.mlp_memory import _read_kernels
+from memcache_jax.ops.mlp_memory._read_kernels import Sizes
+
+
+def why_not(sizes: Sizes) -> str | None:
+  """Why the kernels cannot take a call; None if they can."""
+  architecture = sizes.architecture
+  if (reason := _read_kernels.why_not_network(architecture)) is not None:
+    return reason
+  depth = getattr(architecture, "depth", 2)
+  if depth > 2:
+    return f"its networks have one hidden layer at most: got {depth} maps"
+  module = _dispatch.kernel_module("mlp_memory.config")
+  return module.triton_supports(
+    _read_kernels.call_of(module, sizes), norm=architecture.has_norm
+  )
+
+
+def triton(
+  sizes: Sizes,
+  q: Float[Array, "b t n k"],
+  memories: Params,
+  weights: Float[Array, "b t n s"],
+  static: Params,
+) -> Float[Array, "b t n v"]:
+  """`read_networks`, as a kernel for GPUs."""
+  pieces = _dispatch.kernel_module("mlp_memory.config")
+  module = _dispatch.kernel_module("mlp_memory.triton")
+  return module.fwd(
+    _network(module, sizes),
+    *(q, _float32(memories), _with_slot(static), weights),
+    config=pieces.triton_config(_read_kernels.call_of(pieces, sizes)),
+  )
+
+
+def triton_vjp(
+  sizes: Sizes,
+  q: Float[Array, "b t n k"],
+  memories: Params,
+  weights: Float[Array, "b t n s"],
+  static: Params,
+  d_y: Float[Array, "b t n v"],
+) -> tuple[Float[Array, "b t n k"], Params, Float[Array, "b t n s"], Params]:
+  """Its gradients, of some networks after the other."""
+  pieces = _dispatch.kernel_module("mlp_memory.config")
+  network = _network(_dispatch.kernel_module("mlp_memory.triton"), sizes)
+  module = _dispatch.kernel_module("mlp_memory.triton_vjp")
+  call = _read_kernels.call_of(pieces, sizes)
+  config = pieces.triton_gradient_config(call)
+  size = pieces.networks_together(call)
+  d_y, static = d_y.astype(q.dtype), _with_slot(static)
+
+  def some(sums, inputs):
+    memories, weights = inputs
+    d_q, d_memories, d_static, d_weights = module.bwd(
+      network, q, memories, static, weights, d_y, config=config
+    )
+    sums = jax.tree.map(jnp.add, sums, (d_q, d_static))
+    return sums, (d_memories, d_weights)
+
+  inputs = (
+    {
+      name: rearrange(x, "b (g s) n ... -> g b s n ...", s=size)
+      for name, x in _float32(memories).items()
+    },
+    rearrange(weights, "b t n (g s) -> g b t n s", s=size),
+  )
+  zeros = jax.tree.map(lambda x: jnp.zeros_like(x, jnp.float32), (q, static))
+  (d_q, d_static), (d_memories, d_weights) = jax.lax.scan(some, zeros, inputs)
+  d_weights = rearrange(d_weights, "g b t n s -> b t n (g s)")
+  return (
+    d_q.astype(q.dtype),
+    {
+      name: rearrange(x, "g b s n ... -> b (g s) n ...").astype(
+        memories[name].dtype
+      )
+      for name, x in d_memories.items()
+    },
+    d_weights.astype(weights.dtype),
+    {name: x[:, 0] for name, x in d_static.items()},
+  )
+
+
+def _network(module: ModuleType, sizes: Sizes) -> Any:
+  """The kernels' `Network`."""
+  maps = sizes.architecture.affine_maps(sizes.key_dim, sizes.value_dim)
+  *first, last = maps
+  between = maps[last].in_dim if first else 0
+  widths = sizes.key_dim, between, sizes.value_dim
+  return module.Network(sizes.architecture.forward, tuple(first), last, widths)
+
+
+def _float32(memories):
+  return {name: x.astype(jnp.float32) for name, x in memories.items()}
+
+
+def _with_slot(static):
+  """As if they were those of one network [b 1 n v]."""
+  return {name: x[:, None] for name, x in static.items()}
