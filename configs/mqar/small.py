@@ -1,8 +1,8 @@
 """52 pairs in 208 tokens, more than a linear memory of this width can hold.
 
 One layer is enough: convolutions bring a key and its value together. Shorter
-rows with fewer pairs come first, since what is hardly ever found in long rows is
-found soon in short ones.
+rows with fewer pairs come first, since what is hardly ever found in long rows
+is found soon in short ones.
 
 Command: python -m examples.recall.main --config=configs/mqar/small.py
   e.g. with --config.memory=attention --config.aggregate=none to compare
