@@ -209,12 +209,14 @@ def _product(decay, z, weight, carry, momentum, name, dtype):
   product = functools.partial(
     numerics.matmul, "bnci,bnio->bnco", z, dtype=dtype
   )
-  times = lambda rows, out: out if rows is None else rows[..., None] * out
+  times = lambda rows, out: (
+    out if rows is None else numerics.scale_rows(out, rows)
+  )
   if carry is None:
     return times(decay, product(weight))
   both = jnp.concatenate([weight, momentum[name]], axis=-1)  # one matmul
   out, kept = jnp.split(product(both), 2, axis=-1)
-  return times(decay, out) + carry[..., None] * kept
+  return times(decay, out) + times(carry, kept)
 
 
 def _mix(memories, name, z, weights, dtype):
@@ -262,7 +264,7 @@ def _gradient_sums(theta, x, d, weights, dtype):
   weights = [w for w in weights if w is not None]
   sums = {}
   for name, columns in x.items():
-    steps = [w[..., None] * d[name] for w in weights]
+    steps = [numerics.scale_rows(d[name], w) for w in weights]
     product = numerics.matmul(  # one matmul for all
       "bnei,bneo->bnio", columns, jnp.concatenate(steps, axis=-1), dtype=dtype
     )
