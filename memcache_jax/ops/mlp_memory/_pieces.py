@@ -101,7 +101,12 @@ class Pieces(NamedTuple):
 
 
 def write_pieces(
-  rule: Rule, now: tuple[Params, Params | None], x: Params, d: Params, block
+  rule: Rule,
+  now: tuple[Params, Params | None],
+  x: Params,
+  d: Params,
+  block,
+  coefficients: Coefficients,
 ) -> tuple[tuple[Params, Params | None], Pieces]:
   """Adds the gradients of a block to the weights, piece by piece.
 
@@ -111,11 +116,12 @@ def write_pieces(
     x: inputs of every map, of all columns.
     d: derivatives after it.
     block: the tokens.
+    coefficients: of the tokens.
 
   Returns:
     Weights and momentum after the block, and what is to be read.
   """
-  coefficients, dtype = block.coefficients, block.q.dtype
+  dtype = block.q.dtype
   columns = lambda x: _columns(x, block.q.shape[0], rule.tail)
   x, d = jax.tree.map(columns, (x, d))
 
