@@ -121,17 +121,20 @@ def write_pieces(
   Returns:
     Weights and momentum after the block, and what is to be read.
   """
-  dtype = block.q.dtype
   columns = lambda x: _columns(x, block.q.shape[0], rule.tail)
   x, d = jax.tree.map(columns, (x, d))
 
+  # All sums at once, so that the scan has no products, forwards or backwards.
+  sums = jax.vmap(
+    lambda end, x, d: _gradient_sums(now[0], end, x, d, block.q.dtype)
+  )(coefficients.end, x, d)
+
   def step(now, piece):
-    coefficients, x, d = piece
     theta, momentum = now
     read = theta, None if coefficients.carry is None else momentum
-    return _write(now, coefficients, x, d, dtype), read
+    return _write(now, *piece), read
 
-  now, (theta, momentum) = scan_or_call(step, now, (coefficients, x, d))
+  now, (theta, momentum) = scan_or_call(step, now, (coefficients.end, sums))
   return now, Pieces(block.q, coefficients, block.mix, theta, momentum, x, d)
 
 
@@ -244,30 +247,26 @@ def _mix(memories, name, z, weights, dtype):
   return out
 
 
-def _write(now, coefficients, x, d, dtype):
-  """Weights and momentum after a piece."""
+def _write(now, end, sums):
+  """Weights and momentum after a piece, of the sums of its gradients."""
   theta, momentum = now
-  end = coefficients.end
-  weights = (end.write, end.momentum_write)
-  written = _gradient_sums(theta, x, d, weights, dtype)
   new = {name: _times(end.decay, w) for name, w in theta.items()}
   if end.carry is not None:
     for name, w in momentum.items():
       new[name] = new[name] + _times(end.carry, w)
   if end.write is not None:
-    for name, sums in written.items():
-      new[name] = new[name] - sums[0]
+    new = {name: w - sums[name][0] for name, w in new.items()}
   if momentum is not None:
     momentum = {
-      name: _times(end.momentum_decay, w) - written[name][-1]
+      name: _times(end.momentum_decay, w) - sums[name][-1]
       for name, w in momentum.items()
     }
   return new, momentum
 
 
-def _gradient_sums(theta, x, d, weights, dtype):
+def _gradient_sums(theta, end, x, d, dtype):
   """Weighted sums of the gradients of every parameter, one for each weight."""
-  weights = [w for w in weights if w is not None]
+  weights = [w for w in (end.write, end.momentum_write) if w is not None]
   sums = {}
   for name, columns in x.items():
     steps = [numerics.scale_rows(d[name], w) for w in weights]
