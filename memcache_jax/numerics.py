@@ -20,8 +20,8 @@ def l2_normalize(
   finite gradient.
   """
   x32 = x.astype(jnp.float32)
-  square = jnp.sum(x32 * x32, axis=-1, keepdims=True)
-  return (x32 * jax.lax.rsqrt(square + eps)).astype(x.dtype)
+  scale = jax.lax.rsqrt(jnp.sum(x32 * x32, axis=-1) + eps)
+  return scale_rows(x32, scale).astype(x.dtype)
 
 
 def rms_norm(
@@ -51,6 +51,19 @@ def scale_axes(
   if any(spec[len(rows) :]):
     scale = jax.reshard(scale, jax.P(*spec[len(rows) :]))
   return jnp.einsum(f"{rows}...,...->{rows}...", x, scale, precision="highest")
+
+
+def scale_rows(
+  x: Float[Array, "*axes k"], scale: Float[Array, "*axes"]
+) -> Float[Array, "*axes k"]:
+  """Multiplies the last axis of `x` by one number for each row.
+
+  They are spread by an einsum, so that the sum over each row in their gradient
+  is a product with a vector: on a CPU that takes a fraction of the time of a
+  sum of products.
+  """
+  ones = jnp.ones(x.shape[-1:], scale.dtype)
+  return x * jnp.einsum("...,k->...k", scale, ones, precision="highest")
 
 
 def decay_runs(

@@ -1,5 +1,6 @@
 """The arithmetic that must never produce nan."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -45,6 +46,15 @@ def test_l2_normalize_at_zero():
   assert np.all(np.isfinite(grad))
   unit = numerics.l2_normalize(jnp.asarray([3.0, 4.0]))
   np.testing.assert_allclose(unit, [0.6, 0.8], rtol=1e-6)
+
+
+def test_scale_rows_is_a_product():
+  x, scale = jnp.arange(6.0).reshape(2, 3), jnp.asarray([2.0, -1.0])
+  square = lambda f: jax.value_and_grad(
+    lambda *inputs: jnp.sum(f(*inputs) ** 2), argnums=(0, 1)
+  )(x, scale)
+  got = square(numerics.scale_rows)
+  chex.assert_trees_all_close(got, square(lambda x, s: x * s[:, None]))
 
 
 def test_rms_norm():

@@ -8,7 +8,11 @@ import jax.numpy as jnp
 from memcache_jax import sharding, token_layout
 from memcache_jax.array_typing import Array, Bool, Float, Params
 from memcache_jax.ops.mlp_memory._architecture import apply_affine
-from memcache_jax.ops.mlp_memory._coefficients import Coefficients
+from memcache_jax.ops.mlp_memory._coefficients import (
+  Coefficients,
+  Rows,
+  unroll,
+)
 from memcache_jax.ops.mlp_memory._pieces import (
   read_pieces,
   read_start,
@@ -30,7 +34,7 @@ class Blocks(NamedTuple):
 
   Attributes:
     written: the batch's tokens, after those of the window before it.
-    coefficients: see there, of pieces.
+    coefficients: see there, of pieces, or what they are unrolled from.
     q: queries, of pieces.
     mix: weights of stored memories and of the online one, see `Mix`, of
       pieces.
@@ -41,7 +45,7 @@ class Blocks(NamedTuple):
   """
 
   written: Written
-  coefficients: Coefficients
+  coefficients: Coefficients | Rows
   q: Float[Array, "*g p b n d k"]
   mix: tuple[Float[Array, "*p b n d s"], Float[Array, "*p b n d"]] | None = None
   fresh: Bool[Array, "*g b"] | None = None
@@ -101,6 +105,7 @@ def run_block(
     carry: what the block before left.
     block: this one's tokens.
   """
+  coefficients = unroll(block.coefficients)
   if block.fresh is not None:
     carry = _reset(block.fresh, carry, initial)
   start = carry.theta if carry.start is None else carry.start
@@ -108,7 +113,7 @@ def run_block(
   x, d = _gradients(rule, static, weights, block.written, block.q.dtype)
   base = start if rule.pairwise else carry.theta
   (theta, momentum), pieces = write_pieces(
-    rule, (base, carry.momentum), x, d, block
+    rule, (base, carry.momentum), x, d, block, coefficients
   )
   if rule.delayed:
     pieces = read_start(pieces, start)
@@ -116,7 +121,7 @@ def run_block(
   y = read_pieces(rule, static, memories, scale, pieces)
   if block.used is not None and rule.pairwise:
     theta = token_layout.select_rows(block.used, theta, carry.theta)
-  decay = block.coefficients.end.decay
+  decay = coefficients.end.decay
   decay = None if decay is None else jnp.prod(decay, axis=0)
   return _close(rule, carry, start, theta, momentum, decay, block.full), y
 

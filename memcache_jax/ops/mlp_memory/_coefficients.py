@@ -5,8 +5,8 @@ With all gradients G_i of a batch taken at its start, the recurrences
   S_r = m_r S_{r-1} - sum_i E[r, i] G_i,      theta_r = a_r theta_{r-1} + S_r
 
 unroll to theta_r = A_r theta_0 + B_r S_0 - sum_i C[r, i] G_i. A, B and C obey
-the same two recurrences, so they are run row by row, for all batches at once:
-products only, hence exact for decays and momenta of 0, with the right gradient.
+the same two recurrences (`_recurrence.py`). They are run where they are used,
+so that no matrix of a batch is kept for the next.
 """
 
 from typing import NamedTuple
@@ -15,9 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from memcache_jax.array_typing import Array, Bool, Float, Int
-
-# Of the loop over rows, at most: on a TPU a step takes longer than a row.
-_STEPS = 16
+from memcache_jax.ops.mlp_memory._recurrence import recur
 
 
 class End(NamedTuple):
@@ -54,124 +52,101 @@ class Coefficients(NamedTuple):
   end: End = End()
 
 
-def _columns(c: int, window: int) -> Float[Array, "c w e"]:
-  """At which columns the steps of each row stand, as ones among zeros.
+class Rows(NamedTuple):
+  """What the recurrences run on.
 
-  Token i is written at the steps i, ..., i + w - 1; the w - 1 tokens before the
-  batch are the first columns.
-  """
-  row, offset, column = (
-    jnp.arange(size).reshape(shape)
-    for size, shape in (
-      (c, (-1, 1, 1)),
-      (window, (1, -1, 1)),
-      (c + window - 1, (1, 1, -1)),
-    )
-  )
-  return (column == row + window - 1 - offset).astype(jnp.float32)
+  Rows that do not exist change nothing: their steps are 0, their decays and
+  momenta 1.
 
-
-def recur(
-  step: Float[Array, "*rows c w"],
-  decay: Float[Array, "*rows c"] | None,
-  momentum: Float[Array, "*rows c"] | None,
-  valid: Bool[Array, "*#rows c"] | None,
-  ages: Float[Array, "*#rows c"] | None,
-) -> Coefficients:
-  """Runs the two recurrences of the module's top.
-
-  Args:
-    step: of the token so many steps before.
+  Attributes:
+    step: of the token so many steps before, 0 where there is none.
     decay: a, in [0, 1]; None for 1.
     momentum: m, in [0, 1]; None for 0.
-    valid: rows that exist, None for all; others change nothing.
-    ages: tokens of the document before each; None where there is no window.
+    added: 0 in rows after which weights are as before; None for 1.
   """
-  c, window = step.shape[-2:]
-  if ages is not None:
-    # A window does not reach over a document start.
-    offsets = jnp.arange(window, dtype=jnp.float32)
-    offsets = offsets.reshape((1,) * ages.ndim + offsets.shape)
-    step = jnp.where(ages[..., None] >= offsets, step, 0.0)
-  columns = _columns(c, window)
 
-  def spread(step, columns):  # a row of E; the whole would be as large as C
-    return jnp.einsum("...w,we->...e", step, columns, precision="highest")
-
-  ones = jnp.ones_like(step[..., 0, 0])
-  zeros = jnp.zeros_like(spread(step[..., 0, :], columns[0]))
-  has_momentum = momentum is not None
-  first = End(
-    decay=None if decay is None else ones,
-    carry=jnp.zeros_like(ones) if has_momentum else None,
-    write=zeros,
-    momentum_decay=ones if has_momentum else None,
-    momentum_write=zeros if has_momentum else None,
-  )
-
-  def advance(old, inputs):
-    step, columns, a, m, keep = inputs
-    row = spread(step, columns)
-    forget = lambda a, x: x if a is None else _outer(a, x) * x
-    new = End(
-      decay=None if a is None else a * old.decay,
-      carry=None,
-      write=forget(a, old.write) + row,
-      momentum_decay=None,
-      momentum_write=None,
-    )
-    if m is not None:
-      momentum_decay = m * old.momentum_decay
-      written = forget(m, old.momentum_write) + row
-      new = new._replace(
-        carry=forget(a, old.carry) + momentum_decay,
-        write=forget(a, old.write) + written,
-        momentum_decay=momentum_decay,
-        momentum_write=written,
-      )
-    if keep is not None:
-      new = jax.tree.map(lambda x, y: _where(keep, x, y), new, old)
-    return new, (new.decay, new.carry, new.write)
-
-  front = lambda x, axis: None if x is None else jnp.moveaxis(x, axis, 0)
-  inputs = (
-    front(step, -2),
-    columns,
-    front(decay, -1),
-    front(momentum, -1),
-    front(valid, -1),
-  )
-  end, (decay, carry, write) = jax.lax.scan(
-    advance, first, inputs, unroll=max(1, c // _STEPS)
-  )
-  back = lambda x, axis: None if x is None else jnp.moveaxis(x, 0, axis)
-  return Coefficients(back(decay, -1), back(carry, -1), back(write, -2), end)
+  step: Float[Array, "*rows c w"]
+  decay: Float[Array, "*rows c"] | None
+  momentum: Float[Array, "*rows c"] | None
+  added: Float[Array, "*rows c"] | None
 
 
-def without_reads(
+def mask_rows(
   step: Float[Array, "*rows c w"],
   decay: Float[Array, "*rows c"] | None,
   momentum: Float[Array, "*rows c"] | None,
   valid: Bool[Array, "*#rows c"] | None,
   ages: Float[Array, "*#rows c"] | None,
-  *,
-  adds_up: bool,
-) -> Coefficients:
+) -> Rows:
+  """Leaves out rows that do not exist, and tokens of other documents.
+
+  Args:
+    step: see `Rows`, like the two after it.
+    decay: a.
+    momentum: m.
+    valid: rows that exist, None for all.
+    ages: tokens of the document before each; None where there is no window.
+  """
+  if ages is not None:
+    offsets = jnp.arange(step.shape[-1], dtype=jnp.float32)
+    offsets = offsets.reshape((1,) * ages.ndim + offsets.shape)
+    step = jnp.where(ages[..., None] >= offsets, step, 0.0)
+  if valid is None:
+    return Rows(step, decay, momentum, None)
+  keep = lambda x: None if x is None else jnp.where(valid, x, 1.0)
+  added = jnp.where(valid, jnp.ones_like(step[..., 0]), 0.0)
+  step = jnp.where(valid[..., None], step, 0.0)
+  return Rows(step, keep(decay), keep(momentum), added)
+
+
+def _band(step: Float[Array, "*rows c w"]) -> Float[Array, "*rows c e"]:
+  """E: token i is written at the steps i, ..., i + w - 1.
+
+  The w - 1 tokens before the batch are the first columns.
+  """
+  c, window = step.shape[-2:]
+  # Rows one longer than they should be, end to end: cut at the right length,
+  # each begins one column further. Masks would have sums as their gradient.
+  e = c + window - 1
+  rows = jnp.flip(step, axis=-1)
+  rows = jnp.pad(rows, [(0, 0)] * (step.ndim - 1) + [(0, e + 1 - window)])
+  flat = rows.reshape(*step.shape[:-2], c * (e + 1))[..., : c * e]
+  return flat.reshape(*step.shape[:-2], c, e)
+
+
+def unroll(rows: Rows | Coefficients) -> Coefficients:
+  """Runs the two recurrences of the module's top, where that is to be done."""
+  if isinstance(rows, Coefficients):
+    return rows
+  step, decay, momentum, added = rows
+  # Two columns more: of the weights and of the momentum before.
+  pad = [(0, 0)] * (step.ndim - 1) + [(2, 0)]
+  all_of, written = recur(jnp.pad(_band(step), pad), decay, momentum, added)
+  last, written = all_of[..., -1, :], written[..., -1, :]
+  end = End(write=last[..., 2:])
+  result = Coefficients(write=all_of[..., 2:])
+  if decay is not None:
+    result = result._replace(decay=all_of[..., 0])
+    end = end._replace(decay=last[..., 0])
+  if momentum is not None:
+    result = result._replace(carry=all_of[..., 1])
+    end = end._replace(
+      carry=last[..., 1],
+      momentum_decay=written[..., 1],
+      momentum_write=written[..., 2:],
+    )
+  return result._replace(end=end)
+
+
+def without_reads(rows: Rows, *, adds_up: bool) -> Coefficients:
   """The coefficients where reads do not see their own batch: no matrices.
 
   Args:
-    step: as in `recur`, like those up to `ages`.
-    decay: a.
-    momentum: m.
-    valid: rows that exist.
-    ages: tokens of the document before each.
+    rows: what the recurrences run on.
     adds_up: whether the momentum is added to the weights at every row; False
       where the closing of the batch does that.
   """
-  if valid is not None:
-    step = jnp.where(valid[..., None], step, 0.0)
-    keep = lambda x: None if x is None else jnp.where(valid, x, 1.0)
-    decay, momentum = keep(decay), keep(momentum)
+  step, decay, momentum, added = rows
   axis, window = step.ndim - 2, step.shape[-1]
 
   def later(x):  # product over the rows after each
@@ -181,11 +156,8 @@ def without_reads(
   def written(weight):  # at each row, spread over the tokens it writes
     total = jnp.zeros((), jnp.float32)
     for offset in range(window):
-      part = weight * step[..., offset]
-      if ages is not None:
-        part = jnp.where(ages >= offset, part, 0.0)
       pad = [(0, 0)] * axis + [(window - 1 - offset, offset)]
-      total = total + jnp.pad(part, pad)
+      total = total + jnp.pad(weight * step[..., offset], pad)
     return total
 
   end = End()
@@ -198,7 +170,7 @@ def without_reads(
   if adds_up:
     # What is added at a row, here or in the momentum, is added until the end.
     kept = jnp.ones_like(step[..., 0]) if decay is None else later(decay)
-    kept = kept if valid is None else jnp.where(valid, kept, 0.0)
+    kept = kept if added is None else added * kept
     if momentum is not None:
       kept = _add_later(kept, momentum)
       end = end._replace(carry=momentum[..., 0] * kept[..., 0])
@@ -284,11 +256,3 @@ def pairwise(
 def of_pairs(write: Float[Array, "*rows c e"]) -> Coefficients:
   """Coefficients of all pairs, where nothing else counts."""
   return Coefficients(write=write, end=End(write=write[..., -1, :]))
-
-
-def _outer(scalar, like):
-  return scalar.reshape(scalar.shape + (1,) * (like.ndim - scalar.ndim))
-
-
-def _where(keep, new, old):
-  return jnp.where(_outer(keep, new), new, old)

@@ -278,11 +278,11 @@ def _blocks(rule, q, written, scalars, inputs, ages, valid, place=None):
   else:
     decay = scalars.log_decay
     decay = None if decay is None else jnp.exp(decay)
-    rows = cut((scalars.step, decay, scalars.momentum, valid, ages))
-    if rule.reads_own_batch:
-      coefficients = _coefficients.recur(*rows)
-    else:
+    coefficients = _coefficients.mask_rows(
+      *cut((scalars.step, decay, scalars.momentum, valid, ages))
+    )
+    if not rule.reads_own_batch:
       coefficients = _coefficients.without_reads(
-        *rows, adds_up=rule.closing.reads_own_batch
+        coefficients, adds_up=rule.closing.reads_own_batch
       )
   return Blocks(written, coefficients, *cut((q, scalars.mix)))

@@ -12,6 +12,7 @@ from memcache_jax.ops.mlp_memory import _chunked
 from memcache_jax.ops.mlp_memory._architecture import MLP, GatedMLP, is_bias
 from memcache_jax.ops.mlp_memory._block import Blocks, Carry, Written, begin
 from memcache_jax.ops.mlp_memory._closing import Closing
+from memcache_jax.ops.mlp_memory._coefficients import Rows, unroll
 from memcache_jax.ops.mlp_memory._grid import Inputs
 from memcache_jax.ops.mlp_memory._loss import L2, Dot
 from memcache_jax.ops.mlp_memory._pieces import num_pieces
@@ -119,6 +120,8 @@ _LETTERS = {4: "b n i o", 3: "b n o"}
 
 def _coefficient_axes(coefficients):
   rows, row = "g p b n d", "g p b n"
+  if isinstance(coefficients, Rows):
+    return jax.tree.map(lambda _: rows, coefficients)._replace(step=f"{rows} w")
   of_rows = lambda x: rows if x.ndim == 5 else f"{rows} e"
   of_end = lambda x: row if x.ndim == 4 else f"{row} e"
   axes = jax.tree.map(of_rows, coefficients._replace(end=None))
@@ -145,7 +148,7 @@ def _mosaic_tpu(rule, q, written, coefficients, marks, static, initial, carry):
     {name: size.out_dim for name, size in maps.items()},
     rule.pairwise,
   )
-  scalars, places = _scalars(pieces, coefficients)
+  scalars, places = _scalars(pieces, unroll(coefficients))
   q = q[:, 0]
   columns = lambda x: {
     name: x[:, :, None] if is_bias(name) else x for name, x in x.items()

@@ -101,7 +101,12 @@ class Pieces(NamedTuple):
 
 
 def write_pieces(
-  rule: Rule, now: tuple[Params, Params | None], x: Params, d: Params, block
+  rule: Rule,
+  now: tuple[Params, Params | None],
+  x: Params,
+  d: Params,
+  block,
+  coefficients: Coefficients,
 ) -> tuple[tuple[Params, Params | None], Pieces]:
   """Takes the steps of a block, piece by piece.
 
@@ -111,21 +116,25 @@ def write_pieces(
     x: inputs of every map, of all columns.
     d: the negative derivatives after it.
     block: the tokens.
+    coefficients: of the tokens.
 
   Returns:
     Weights and momentum after the block, and what is to be read.
   """
-  coefficients, dtype = block.coefficients, block.q.dtype
   columns = lambda x: _columns(x, block.q.shape[0], rule.tail)
   x, d = jax.tree.map(columns, (x, d))
 
+  # All sums at once, so that the scan has no products, forwards or backwards.
+  sums = jax.vmap(
+    lambda end, x, d: _step_sums(now[0], end, x, d, block.q.dtype)
+  )(coefficients.end, x, d)
+
   def step(now, piece):
-    coefficients, x, d = piece
     theta, momentum = now
     read = theta, None if coefficients.carry is None else momentum
-    return _write(now, coefficients, x, d, dtype), read
+    return _write(now, *piece), read
 
-  now, (theta, momentum) = scan_or_call(step, now, (coefficients, x, d))
+  now, (theta, momentum) = scan_or_call(step, now, (coefficients.end, sums))
   return now, Pieces(block.q, coefficients, block.mix, theta, momentum, x, d)
 
 
@@ -210,10 +219,10 @@ def _product(decay, z, weight, carry, momentum, name, dtype):
     numerics.matmul, "bnci,bnio->bnco", z, dtype=dtype
   )
   out = product(weight)
-  out = out if decay is None else decay[..., None] * out
+  out = out if decay is None else numerics.scale_rows(out, decay)
   if momentum is None:
     return out
-  return out + carry[..., None] * product(momentum[name])
+  return out + numerics.scale_rows(product(momentum[name]), carry)
 
 
 def _mix(memories, name, z, weights, dtype):
@@ -235,34 +244,30 @@ def _mix(memories, name, z, weights, dtype):
   return out
 
 
-def _write(now, coefficients, x, d, dtype):
-  """Weights and momentum after a piece."""
+def _write(now, end, sums):
+  """Weights and momentum after a piece, of the sums of its steps."""
   theta, momentum = now
-  end = coefficients.end
-  weights = (end.write, end.momentum_write)
-  written = _step_sums(theta, x, d, weights, dtype)
   new = {name: _times(end.decay, w) for name, w in theta.items()}
   if end.carry is not None and momentum is not None:
     for name, w in momentum.items():
       new[name] = new[name] + _times(end.carry, w)
   if end.write is not None:
-    for name, sums in written.items():
-      new[name] = new[name] + sums[0]
+    new = {name: w + sums[name][0] for name, w in new.items()}
   if end.momentum_write is None:
     return new, None
-  added = {name: sums[-1] for name, sums in written.items()}
+  added = {name: of_weights[-1] for name, of_weights in sums.items()}
   if momentum is not None:
     for name, w in momentum.items():
       added[name] = added[name] + _times(end.momentum_decay, w)
   return new, added
 
 
-def _step_sums(theta, x, d, weights, dtype):
+def _step_sums(theta, end, x, d, dtype):
   """Weighted sums of the steps of every parameter, one for each weight."""
-  weights = [w for w in weights if w is not None]
+  weights = [w for w in (end.write, end.momentum_write) if w is not None]
   sums = {}
   for name, columns in x.items():
-    steps = [w[..., None] * d[name] for w in weights]
+    steps = [numerics.scale_rows(d[name], w) for w in weights]
     sums[name] = [
       numerics.matmul("bnei,bneo->bnio", columns, step, dtype=dtype)
       for step in steps
