@@ -376,23 +376,6 @@ def test_a_failed_save_stops_the_run(tmp_path):
     checkpoints.close()
 
 
-def test_a_run_whose_save_fails_stops(here, monkeypatch):
-  save = Checkpoints.save
-
-  def block(self, step, *arguments):
-    if step == 4:
-      self._manager.wait_until_finished()
-      shutil.rmtree(here / "run" / "checkpoints")
-      (here / "run" / "checkpoints").write_text("in the way")
-    return save(self, step, *arguments)
-
-  monkeypatch.setattr(Checkpoints, "save", block)
-  with pytest.raises(Exception, match="checkpoints"):
-    run(TINY)
-  assert log()[-1]["step"] < TINY.steps
-  assert not (here / "run" / "model").exists()
-
-
 def test_a_step_without_its_mark_is_passed_over_or_whole(tmp_path):
   said = []
   checkpoints = Checkpoints(tmp_path, said.append)
