@@ -168,19 +168,19 @@ def _to_pairs(y, plan):
   return _move_to_pairs(jnp.swapaxes(y, 1, 2).reshape(b, n, p * c, v), plan)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _move_to_places(pairs_of_token, q, plan):
+def _rows_of_places(pairs_of_token, q, plan):
   return _rows(q, jnp.where(plan.pair < 0, -1, plan.pair // pairs_of_token))
 
 
 def _gradient_at_tokens(pairs_of_token, plan, g):
-  g = _rows(g, plan.place)
-  g = g.reshape(*g.shape[:2], -1, pairs_of_token, g.shape[-1])
+  b, n, _, k = g.shape
+  g = jnp.reshape(_rows(g, plan.place), (b, n, -1, pairs_of_token, k))
   return jnp.sum(g, axis=3, dtype=jnp.float32).astype(g.dtype), None
 
 
+_move_to_places = jax.custom_vjp(_rows_of_places, nondiff_argnums=(0,))
 _move_to_places.defvjp(
-  lambda r, q, plan: (_move_to_places(r, q, plan), plan), _gradient_at_tokens
+  lambda r, q, plan: (_rows_of_places(r, q, plan), plan), _gradient_at_tokens
 )
 
 

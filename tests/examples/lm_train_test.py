@@ -221,12 +221,23 @@ def test_utilization_needs_a_known_peak(monkeypatch):
   assert utilization.model_flops(10, 7.0) == 420
 
 
-FAMILIES = [path.stem for path in CONFIGS if path.stem.endswith("_tiny")]
+# One of every family of models but MAC and MAG, which compile for longest.
+FAMILIES = [
+  "transformer",
+  "samba",
+  "retnet",
+  "deltanet",
+  "rwkv7",
+  "memora",
+  "swla_grm",
+  "dla_grm",
+  "titans_mal",
+]
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_tiny_configs_learn(name):
-  module = importlib.import_module(f"configs.lm.{name}")
+  module = importlib.import_module(f"configs.lm.{name}_tiny")
   settings = Settings.from_config(module.get_config())
   settings = replace(
     settings,
@@ -363,22 +374,6 @@ def test_a_failed_save_stops_the_run(tmp_path):
   with pytest.raises(Exception, match="checkpoints"):  # noqa: PT012
     checkpoints.save(2, {"x": jnp.ones(3)}, {})
     checkpoints.close()
-
-
-def test_a_run_whose_save_fails_stops(here, monkeypatch):
-  add = train._Recorder.add
-
-  def block(self, step, *arguments):
-    if step == 3:  # between the first save and the second
-      shutil.rmtree(here / "run" / "checkpoints")
-      (here / "run" / "checkpoints").write_text("in the way")
-    return add(self, step, *arguments)
-
-  monkeypatch.setattr(train._Recorder, "add", block)
-  with pytest.raises(Exception, match="checkpoints"):
-    run(TINY)
-  assert log()[-1]["step"] < TINY.steps
-  assert not (here / "run" / "model").exists()
 
 
 def test_a_step_without_its_mark_is_passed_over_or_whole(tmp_path):

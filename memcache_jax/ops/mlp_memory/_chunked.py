@@ -60,20 +60,20 @@ def run_blocks(
     return lambda carry, inputs: run(jax.tree.map(name, carry), inputs)
 
   count, pieces = blocks.q.shape[:2]
-  first = []
+  reads = []
   if carry is None and count <= _FEW and pieces == 1:
     block, blocks = (jax.tree.map(cut, blocks) for cut in (_first, _rest))
-    carry, y = run(begin_alike(initial), block)
-    first.append(y[None])
+    now, y = run(begin_alike(initial), block)
+    reads.append(y[None])
     count -= 1
-  elif carry is None:
-    carry = begin(rule, initial)
+  else:
+    now = begin(rule, initial) if carry is None else carry
   if count == 0:
-    return carry, _in_order(first)
+    return now, _in_order(reads)
   group = _group_size(count)
-  kept = count * sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(carry))
+  kept = count * sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(now))
   if group == 1 or kept <= rule.max_kept_bytes:
-    carry, y = scan_or_call(from_kept(run), carry, blocks)
+    now, y = scan_or_call(from_kept(run), now, blocks)
   else:
     blocks = jax.tree.map(
       lambda x: x.reshape(count // group, group, *x.shape[1:]), blocks
@@ -83,9 +83,9 @@ def run_blocks(
     def run_group(carry, group):
       return jax.lax.scan(run, carry, group)
 
-    carry, y = jax.lax.scan(from_kept(run_group), carry, blocks)
+    now, y = jax.lax.scan(from_kept(run_group), now, blocks)
     y = y.reshape(count, *y.shape[2:])
-  return carry, _in_order([*first, y])
+  return now, _in_order([*reads, y])
 
 
 def _first(x):

@@ -84,7 +84,7 @@ def run_blocks(
   carry_axes = letters(begin(rule, initial) if carry is None else carry)
   if blocks.fresh is None and carry is not None:
     initial = {}
-  y, carry = _dispatch.run_spread(
+  y, end = _dispatch.run_spread(
     "mlp_memory",
     choice,
     functools.partial(_xla, rule),
@@ -111,7 +111,7 @@ def run_blocks(
     ),
     ("b t n v", carry_axes),
   )
-  return carry, y
+  return end, y
 
 
 # Of weights and biases.
