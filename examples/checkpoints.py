@@ -122,9 +122,15 @@ class Checkpoints:
     self._manager.check_for_errors()
 
   def close(self) -> None:
-    """Waits for what is being written."""
-    self._manager.wait_until_finished()
-    self._manager.close()
+    """Waits for what is being written, and raises what went wrong.
+
+    Then threads of orbax may wait for each other for some five minutes, before
+    which the process does not end.
+    """
+    try:
+      self._manager.wait_until_finished()
+    finally:
+      self._manager.close()
 
 
 def _all_processes(fine: bool) -> bool:
