@@ -108,8 +108,15 @@ def continuation(
 def token_ids(tokenizer: Tokenizer, file: TextIO) -> Iterator[int]:
   """Ids of a text, of which some lines are read at a time."""
   yield tokenizer.bos_id
-  while lines := file.readlines(BLOCK):
-    yield from tokenizer.encode("".join(lines)).tolist()
+  empty = True
+  try:
+    while lines := file.readlines(BLOCK):
+      empty = False
+      yield from tokenizer.encode("".join(lines)).tolist()
+  except UnicodeDecodeError as error:
+    raise InputError(f"the text is not one, of {error.encoding}") from error
+  if empty:
+    raise InputError("the text is empty: there is nothing to go on from")
 
 
 def texts(tokenizer: Tokenizer, ids: Iterable[int]) -> Iterator[str]:

@@ -13,7 +13,7 @@ from examples import functional
 from examples.lm import tokenizers
 from examples.lm.model import model_config
 from examples.lm.settings import Settings
-from examples.workdir import SETTINGS
+from examples.workdir import SETTINGS, InputError
 from memcache_jax.models import LanguageModel
 
 WEIGHTS = "weights"
@@ -31,7 +31,15 @@ def save(folder: pathlib.Path, settings: Settings, params: nnx.State) -> None:
 def load(
   folder: pathlib.Path,
 ) -> tuple[LanguageModel, tokenizers.Tokenizer]:
-  """What `save` wrote: a model on one device, and its tokenizer."""
+  """What `save` wrote: a model on one device, and its tokenizer.
+
+  Raises:
+    InputError: for any other folder.
+  """
+  if not (folder / WEIGHTS).is_dir():
+    raise InputError(
+      f"{folder} holds no exported model; a run has it in its folder `model`"
+    )
   values = json.loads((folder / SETTINGS).read_text())
   settings = Settings.from_config(ConfigDict(values))
   config = model_config(settings.model)

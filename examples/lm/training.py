@@ -158,7 +158,8 @@ def watch(
 
   Returns:
     Of all layers that have it: the mean inner loss, the largest norm of a
-    memory, and the mean entropy, in nats, of the gates of cached memories.
+    memory, and the mean entropy, in nats, of the gates of cached memories,
+    where the tokens are more than one segment.
   """
   model = functional.with_params(model_config(settings.model), params)
   tokens, mask = (
@@ -169,6 +170,8 @@ def watch(
   norms = [x.state_norm for x in reports]
   entropies = []
   for gates in segment_gates(model, tokens, mask=mask).values():
+    if gates.shape[-1] == 1:
+      continue  # of the online memory alone
     # 0 log 0 is 0, and masked tokens have no gates.
     entropy = jnp.sum(jax.scipy.special.entr(gates))
     count = jnp.maximum(jnp.sum(mask), 1) * gates.shape[2]

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import pathlib
+import sys
 import time
 
 import numpy as np
@@ -34,6 +35,8 @@ def main(arguments: list[str]) -> None:
     raise app.UsageError(f"unknown arguments: {' '.join(arguments[1:])}")
   fields = dict(_CONFIG.value)
   seeds = fields.pop("seeds")
+  if not seeds:
+    raise app.UsageError("`seeds` must name one at least: got none")
   try:
     settings = Settings(**fields)
   except ValueError as error:
@@ -90,10 +93,14 @@ def run_sweep(
   results = sweep.load(folder)
   missing = [run for run in runs if sweep.find(results, run) is None]
   print(f"{len(runs)} runs, {len(missing)} of them left, in {folder}")
-  for done, run in enumerate(missing):
-    print(f"{done + 1} of {len(missing)}: {run.name}, seed {run.seed}")
-    sweep.append(folder, run, _run_seed(run.settings, run.seed)[0])
-    report.write(folder, runs, sweep.load(folder), base)
+  try:
+    for done, run in enumerate(missing):
+      print(f"{done + 1} of {len(missing)}: {run.name}, seed {run.seed}")
+      sweep.append(folder, run, _run_seed(run.settings, run.seed)[0])
+      report.write(folder, runs, sweep.load(folder), base)
+  except KeyboardInterrupt:
+    print(f"stopped: what is done is in {folder}, and is not run again")
+    sys.exit(130)
   print(report.write(folder, runs, sweep.load(folder), base))
 
 

@@ -37,8 +37,9 @@ def check_token_ids(
     Traceback (most recent call last):
     ValueError: `tokens` must be ids from 0 to 255: got 300 at (0, 1).
   """
-  for argument, array in ((name, tokens), ("mask", mask)):
-    if array is not None and not isinstance(array, jax.Array | np.ndarray):
+  given = {name: tokens} if mask is None else {name: tokens, "mask": mask}
+  for argument, array in given.items():
+    if not isinstance(array, jax.Array | np.ndarray):
       raise ValueError(
         f"`{argument}` must be an array: got a {type(array).__name__}."
       )

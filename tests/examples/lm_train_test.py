@@ -211,6 +211,10 @@ def test_memories_are_watched():
   # Gates start nearly equal: of one, two and three memories.
   entropy = (8 * np.log(2) + 4 * np.log(3)) / 28
   np.testing.assert_allclose(scalars["gate_entropy"], entropy, rtol=1e-2)
+  # Where nothing is cached there is none.
+  few = replace(settings, watch_tokens=4)
+  watch = functools.partial(training.watch, few)
+  assert "gate_entropy" not in jax.eval_shape(watch, params, batch)
 
 
 def test_utilization_needs_a_known_peak(monkeypatch):

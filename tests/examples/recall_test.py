@@ -80,10 +80,17 @@ def test_flags_that_do_not_go_together(tmp_path, aggregate, arguments, match):
 # As above.
 @pytest.mark.filterwarnings("ignore:.*load_module:DeprecationWarning")
 @flagsaver.flagsaver()
-def test_an_unknown_memory_is_one_clear_line(tmp_path):
-  config = changed(tmp_path, "memory = 'foo'")
+@pytest.mark.parametrize(
+  ("change", "match"),
+  [
+    ("memory = 'foo'", "`memory` must be one of .*'foo'"),
+    ("seeds = ()", "`seeds` must name one at least"),
+  ],
+)
+def test_what_is_wrong_is_one_clear_line(tmp_path, change, match):
+  config = changed(tmp_path, change)
   flags.FLAGS(["main", f"--config={config}"])
-  with pytest.raises(app.UsageError, match="`memory` must be one of .*'foo'"):
+  with pytest.raises(app.UsageError, match=match):
     main.main(["main"])
 
 
@@ -107,8 +114,10 @@ def test_a_sweep_goes_on_where_it_stopped(tmp_path, capsys, monkeypatch):
   monkeypatch.setattr(
     training, "accuracy", lambda settings, params: 0.5 + 0.25 * params
   )
-  with pytest.raises(KeyboardInterrupt):
+  with pytest.raises(SystemExit) as stop:
     main.main(["main"])
+  assert stop.value.code == 130
+  assert "stopped: what is done" in capsys.readouterr().out
   with (tmp_path / sweep.RESULTS).open("a") as file:
     file.write('{"settings": {"length"')  # what a crash leaves
   stop_after = None

@@ -13,6 +13,7 @@ from examples.lm import export
 from examples.lm.model import model_config
 from examples.lm.settings import ModelSettings, Settings
 from examples.lm.tokenizers import ByteTokenizer
+from examples.workdir import InputError
 from memcache_jax.caching import DropOldest
 from memcache_jax.decoding import generate
 
@@ -64,6 +65,18 @@ def test_what_cannot_go_on_for_ever(tmp_path):
   export.save(tmp_path, Settings(model=settings), params)
   with pytest.raises(SystemExit, match="full attention cannot"):
     stream.main([f"--model={tmp_path}"])
+
+
+def test_what_is_no_model_or_text_is_one_clear_line(tmp_path):
+  with pytest.raises(SystemExit, match="has it in its folder `model`"):
+    stream.main([f"--model={tmp_path}"])
+  ids = lambda data: stream.token_ids(
+    ByteTokenizer(), io.TextIOWrapper(io.BytesIO(data), encoding="utf-8")
+  )
+  with pytest.raises(InputError, match="not one, of utf-8"):
+    list(ids(b"\x93\xff"))
+  with pytest.raises(InputError, match="the text is empty"):
+    list(ids(b""))
 
 
 def test_characters_come_whole():
