@@ -2,10 +2,12 @@
 
 import functools
 import importlib
+import math
 import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
@@ -150,3 +152,51 @@ def test_reads_of_networks_compile(chip):
   )
   for kernel in ("fwd", "bwd"):
     assert f"memcache_mlp_memory_selected_{kernel}" in text
+
+
+@pytest.mark.aot("libtpu")
+def test_gradients_of_networks_on_a_mesh():
+  """Rows and heads over four chips: all that is exchanged is shared."""
+  topology = topologies.get_topology_desc(
+    platform="tpu", topology_name=TOPOLOGIES["v5e"]
+  )
+  kinds = (jax.sharding.AxisType.Explicit,) * 2
+  devices = np.reshape(topology.devices, (2, 2))
+  mesh = jax.sharding.Mesh(devices, ("data", "heads"), axis_types=kinds)
+  spread = jax.NamedSharding(mesh, jax.P("data", None, "heads"))
+  of_heads = jax.NamedSharding(mesh, jax.P("heads"))
+  architecture, t, s, width = MLP(), 128, 2, 128
+  params = jax.eval_shape(
+    lambda: architecture.init_params(jax.random.key(0), 2, width, width)
+  )
+  params = {
+    name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=of_heads)
+    for name, x in params.items()
+  }
+
+  def array(*shape, dtype=jnp.float32):
+    return jax.ShapeDtypeStruct((2, *shape), dtype, sharding=spread)
+
+  memories = {
+    name: array(s, *x.shape)
+    for name, x in params.items()
+    if not name.startswith("ln")
+  }
+  q, weights = array(t, 2, width, dtype=jnp.bfloat16), array(t, 2, s)
+
+  def loss(*inputs):
+    y = read_networks(architecture, *inputs, implementation="mosaic_tpu")
+    return jnp.sum(y**2)
+
+  with jax.set_mesh(mesh):
+    gradient = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3)))
+    compiled = gradient.lower(params, memories, q, weights).compile()
+  text = compiled.as_text()
+  assert re.search(r"memcache_mlp_memory_read_bwd\b", text)
+  for exchange in ("all-gather", "all-to-all", "collective-permute"):
+    assert exchange not in text
+  shapes = re.findall(r"= (\(?f32\[.*) all-reduce(?:-start)?\(", text)
+  assert shapes
+  for shape in re.findall(r"f32\[([\d,]*)\]", " ".join(shapes)):
+    sizes = [int(size) for size in shape.split(",") if size]
+    assert math.prod(sizes) <= 2 * width, shape  # ln_gain and ln_bias
