@@ -14,17 +14,15 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 
 from ..linear_attention.operands import like
 from ..linear_attention.tiles import (
   Places,
   Span,
+  call,
   dot,
   load,
-  of_head,
   part,
-  parts_of_head,
   store,
   whole,
 )
@@ -71,23 +69,12 @@ class Plan(NamedTuple):
 
   def call(self, kernel, name, grid, arrays, outputs):
     """Runs a kernel of dicts of references."""
-
-    def spec(name, x):
-      return parts_of_head(of_head, x) if name == "parts" else of_head(x)
-
-    specs = lambda arrays: {name: spec(name, x) for name, x in arrays.items()}
-    return pl.pallas_call(
-      functools.partial(kernel, plan=self),
-      name=f"memcache_selected_read_{name}",
-      grid=grid,
-      in_specs=[specs(arrays)],
-      out_specs=specs(outputs),
-      out_shape=outputs,
-      compiler_params=plgpu.CompilerParams(
-        num_warps=self.config.warps, num_stages=self.config.stages
-      ),
+    name = f"memcache_selected_read_{name}"
+    return call(
+      *(functools.partial(kernel, plan=self), name, grid, arrays, outputs),
+      config=self.config,
       interpret=self.interpret,
-    )(arrays)
+    )
 
 
 def fwd(

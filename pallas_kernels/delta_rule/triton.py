@@ -14,17 +14,14 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 
 from ..linear_attention.operands import like
 from ..linear_attention.tiles import (
   Span,
+  call,
   dot,
   load,
-  numbers_of_head,
-  of_head,
   part,
-  parts_of_head,
   store,
   whole,
 )
@@ -76,26 +73,13 @@ class Plan(NamedTuple):
 
   def call(self, kernel, name, grid, arrays, outputs, warps=None):
     """Runs a kernel of dicts of references."""
-    specs = lambda arrays: {name: _spec(name, x) for name, x in arrays.items()}
-    return pl.pallas_call(
-      functools.partial(kernel, plan=self),
-      name=f"{_PREFIX}{name}",
-      grid=grid,
-      in_specs=[specs(arrays)],
-      out_specs=specs(outputs),
-      out_shape=outputs,
-      compiler_params=plgpu.CompilerParams(
-        num_warps=warps or self.config.warps,
-        num_stages=self.config.stages,
-      ),
+    return call(
+      *(functools.partial(kernel, plan=self), f"{_PREFIX}{name}"),
+      *(grid, arrays, outputs),
+      config=self.config,
       interpret=self.interpret,
-    )(arrays)
-
-
-def _spec(name, x):
-  if name == "numbers":  # programs sum up parts of them
-    return parts_of_head(numbers_of_head, x)
-  return numbers_of_head(x) if name == "scalars" else of_head(x)
+      warps=warps,
+    )
 
 
 def fwd(

@@ -3,6 +3,8 @@
 What is wider than an array is masked: loads find 0 there, stores leave it out.
 """
 
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -135,3 +137,40 @@ def parts_of_head(of, x) -> pl.BlockSpec:
     (None, *spec.block_shape),
     lambda i, j, n, b: (i, *spec.index_map(i, j, n, b)),
   )
+
+
+_SPECS: dict[str, Callable[[Any], pl.BlockSpec]] = {
+  "scalars": numbers_of_head,
+  "numbers": functools.partial(parts_of_head, numbers_of_head),
+  "parts": functools.partial(parts_of_head, of_head),
+}
+
+
+def call(kernel, name, grid, arrays, outputs, *, config, interpret, warps=None):
+  """Runs a kernel of two dicts of references: what it reads, what it writes.
+
+  Args:
+    kernel: of both.
+    name: of the kernel.
+    grid: see above.
+    arrays: what it reads, by name; a program has what is of its head, as
+      `_SPECS` says of some names, `of_head` of all others.
+    outputs: shapes of what it writes, likewise.
+    config: has `warps` and `stages`.
+    interpret: run without a GPU.
+    warps: of a program, where it is not those of the config.
+  """
+  spec = lambda path, x: _SPECS.get(path[0].key, of_head)(x)
+  specs = functools.partial(jax.tree_util.tree_map_with_path, spec)
+  return pl.pallas_call(
+    kernel,
+    name=name,
+    grid=grid,
+    in_specs=[specs(arrays)],
+    out_specs=specs(outputs),
+    out_shape=outputs,
+    compiler_params=plgpu.CompilerParams(
+      num_warps=warps or config.warps, num_stages=config.stages
+    ),
+    interpret=interpret,
+  )(arrays)

@@ -12,16 +12,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 
 from ..linear_attention.operands import like
 from ..linear_attention.tiles import (
   Span,
+  call,
   dot,
   load,
-  of_head,
   part,
-  parts_of_head,
   store,
   whole,
 )
@@ -66,27 +64,12 @@ class Plan(NamedTuple):
 
   def call(self, kernel, name, grid, arrays, outputs):
     """Runs a kernel of dicts of references, or of dicts of them."""
-
-    def spec(path, x):
-      of = of_head if path[0].key != "parts" else _of_parts
-      return of(x)
-
-    specs = lambda arrays: jax.tree_util.tree_map_with_path(spec, arrays)
-    return pl.pallas_call(
-      functools.partial(kernel, plan=self),
-      name=f"memcache_read_networks_{name}",
-      grid=grid,
-      in_specs=[specs(arrays)],
-      out_specs=specs(outputs),
-      out_shape=outputs,
-      compiler_params=plgpu.CompilerParams(
-        num_warps=self.config.warps, num_stages=self.config.stages
-      ),
+    name = f"memcache_read_networks_{name}"
+    return call(
+      *(functools.partial(kernel, plan=self), name, grid, arrays, outputs),
+      config=self.config,
       interpret=self.interpret,
-    )(arrays)
-
-
-_of_parts = functools.partial(parts_of_head, of_head)
+    )
 
 
 def fwd(
