@@ -34,14 +34,17 @@ def load(
   """What `save` wrote: a model on one device, and its tokenizer.
 
   Raises:
-    InputError: for any other folder.
+    InputError: for a folder that holds none, or other settings.
   """
-  if not (folder / WEIGHTS).is_dir():
+  file = folder / SETTINGS
+  if not (folder / WEIGHTS).is_dir() or not file.is_file():
     raise InputError(
       f"{folder} holds no exported model; a run has it in its folder `model`"
     )
-  values = json.loads((folder / SETTINGS).read_text())
-  settings = Settings.from_config(ConfigDict(values))
+  try:
+    settings = Settings.from_config(ConfigDict(json.loads(file.read_text())))
+  except (KeyError, TypeError, ValueError) as error:
+    raise InputError(f"{file} is not what was exported: {error!r}") from error
   config = model_config(settings.model)
   one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
   like = jax.tree.map(

@@ -19,7 +19,7 @@ _CONFIG = config_flags.DEFINE_config_file(
 )
 _OUT = flags.DEFINE_string("out", None, "write the results to this JSON file")
 _GATES = flags.DEFINE_string(
-  "gates", None, "draw what the first test row reads into this file"
+  "gates", None, "draw what the first test row reads into this PNG file"
 )
 _SWEEP = flags.DEFINE_enum(
   "sweep", None, list(sweep.SWEEPS), "run a comparison around the config"
@@ -52,16 +52,27 @@ def main(arguments: list[str]) -> None:
     return
   if _GATES.value is not None and settings.aggregate == "none":
     raise app.UsageError("--gates wants an aggregate: it is 'none'")
+  out, gates = _file(_OUT, ".json"), _file(_GATES, ".png")
   results, params = run(settings, seeds)
-  if _GATES.value:
-    from examples.recall import report  # as below
+  if out is not None:
+    out.write_text(json.dumps(results, indent=1) + "\n")
+  if gates is not None:
+    from examples.recall import report  # matplotlib is needed here only
 
-    report.draw_gates(
-      training.gates(settings, params), pathlib.Path(_GATES.value)
+    report.draw_gates(training.gates(settings, params), gates)
+
+
+def _file(flag: flags.FlagHolder, suffix: str) -> pathlib.Path | None:
+  """Where a flag says to write, checked before anything is trained."""
+  if flag.value is None:
+    return None
+  path = pathlib.Path(flag.value)
+  if path.suffix != suffix or not path.parent.is_dir():
+    raise app.UsageError(
+      f"--{flag.name} must be a {suffix} file in a folder that exists: got "
+      f"{path}"
     )
-  if _OUT.value:
-    text = json.dumps(results, indent=1) + "\n"
-    pathlib.Path(_OUT.value).write_text(text)
+  return path
 
 
 def run(settings: Settings, seeds: tuple[int, ...]) -> tuple[dict, nnx.State]:
@@ -87,7 +98,7 @@ def run_sweep(
   name: str, base: Settings, seeds: tuple[int, ...], folder: pathlib.Path
 ) -> None:
   """Runs what is missing of a sweep, and writes its table and its figure."""
-  from examples.recall import report  # matplotlib is not needed by one run
+  from examples.recall import report  # as above
 
   runs = list(sweep.runs(name, base, seeds))
   results = sweep.load(folder)

@@ -47,11 +47,6 @@ def config(settings: Settings) -> ModelConfig:
 
 def _mixer(settings: Settings) -> MixerSpec:
   if settings.memory == "attention":
-    if settings.aggregate != "none":
-      raise ValueError(
-        "`aggregate` must be 'none' for attention, which has no memory to "
-        f"cache: got {settings.aggregate!r}."
-      )
     # Convolutions like those of the memories: without them two layers have to
     # find each other first, which takes most of the training.
     return AttentionSpec(settings.num_heads, conv_width=4)

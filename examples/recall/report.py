@@ -134,6 +134,9 @@ def draw_curves(
 def draw_gates(gates: dict[int, np.ndarray], path: pathlib.Path) -> None:
   """A map for each layer and head: tokens against what they read.
 
+  Logarithmic segments have a row for each block that was written, which ends
+  where a later one takes it over.
+
   Args:
     gates: by layer, [t n s_and_online], the online memory last.
     path: the file to write.

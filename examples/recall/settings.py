@@ -85,6 +85,21 @@ class Settings:
           f"`{name}` must be one of {get_args(choices)}: got {value!r}."
         )
 
+    if self.memory == "attention" and self.aggregate != "none":
+      raise ValueError(
+        "`aggregate` must be 'none' for attention, which has no memory to "
+        f"cache: got {self.aggregate!r}."
+      )
+    for name in (
+      *("segment_length", "dim", "num_layers", "num_heads"),
+      *("batch_tokens", "test_rows"),
+    ):
+      value = getattr(self, name)
+      if type(value) is not int or value < 1:
+        raise ValueError(
+          f"`{name}` must be an integer of at least 1: got {value!r}."
+        )
+
     if not isinstance(self.stages, tuple | list) or not self.stages:
       raise ValueError(
         f"`stages` must be a tuple of at least one: got {self.stages!r}."

@@ -75,8 +75,13 @@ def ablations(base: Settings) -> dict[str, Settings]:
 
 
 def sizes(base: Settings) -> dict[str, Settings]:
-  """The headline's memories over numbers of pairs, lengths and widths."""
+  """The headline's memories over numbers of pairs, lengths and widths.
+
+  All have the vocabulary of the longest rows. Longer rows are a stage more.
+  """
   *before, last = base.stages
+  longest = 4 * last.length
+  base = replace(base, vocab_size=max(base.vocab_size, longest + 2))
   entries = {}
   for name, entry in headline(base).items():
     for pairs in (max(1, last.num_pairs // 2), last.num_pairs):
@@ -85,9 +90,7 @@ def sizes(base: Settings) -> dict[str, Settings]:
     for factor in (2, 4):
       longer = last._replace(length=factor * last.length)
       entries[f"{name}, length {longer.length}"] = replace(
-        entry,
-        stages=(*base.stages, longer),
-        vocab_size=max(entry.vocab_size, 2 * longer.length),
+        entry, stages=(*base.stages, longer)
       )
     for dim in (base.dim // 2, 2 * base.dim):
       entries[f"{name}, width {dim}"] = replace(entry, dim=dim)

@@ -13,7 +13,7 @@ from examples.lm import export
 from examples.lm.model import model_config
 from examples.lm.settings import ModelSettings, Settings
 from examples.lm.tokenizers import ByteTokenizer
-from examples.workdir import InputError
+from examples.workdir import SETTINGS, InputError
 from memcache_jax.caching import DropOldest
 from memcache_jax.decoding import generate
 
@@ -70,6 +70,11 @@ def test_what_cannot_go_on_for_ever(tmp_path):
 def test_what_is_no_model_or_text_is_one_clear_line(tmp_path):
   with pytest.raises(SystemExit, match="has it in its folder `model`"):
     stream.main([f"--model={tmp_path}"])
+  (tmp_path / export.WEIGHTS).mkdir()
+  for damaged in ("{", "{}"):
+    (tmp_path / SETTINGS).write_text(damaged)
+    with pytest.raises(SystemExit, match="json is not what was exported"):
+      stream.main([f"--model={tmp_path}"])
   ids = lambda data: stream.token_ids(
     ByteTokenizer(), io.TextIOWrapper(io.BytesIO(data), encoding="utf-8")
   )

@@ -62,7 +62,8 @@ def run_blocks(
   count, pieces = blocks.q.shape[:2]
   reads = []
   if carry is None and count <= _FEW and pieces == 1:
-    block, blocks = (jax.tree.map(cut, blocks) for cut in (_first, _rest))
+    block = jax.tree.map(lambda x: x[0], blocks)
+    blocks = jax.tree.map(lambda x: x[1:], blocks)
     now, y = run(begin_alike(initial), block)
     reads.append(y[None])
     count -= 1
@@ -86,14 +87,6 @@ def run_blocks(
     now, y = jax.lax.scan(from_kept(run_group), now, blocks)
     y = y.reshape(count, *y.shape[2:])
   return now, _in_order([*reads, y])
-
-
-def _first(x):
-  return x[0]
-
-
-def _rest(x):
-  return x[1:]
 
 
 def _in_order(reads):

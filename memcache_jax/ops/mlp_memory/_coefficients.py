@@ -62,7 +62,7 @@ class Rows(NamedTuple):
     step: of the token so many steps before, 0 where there is none.
     decay: a, in [0, 1]; None for 1.
     momentum: m, in [0, 1]; None for 0.
-    added: 0 in rows after which weights are as before; None for 1.
+    added: 0 in rows that do not exist, else 1; None where all do.
   """
 
   step: Float[Array, "*rows c w"]
