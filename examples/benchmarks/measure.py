@@ -1,4 +1,4 @@
-"""Time and memory of a call; standard library only, so that rivals share it.
+"""Time and memory of a call; the standard library at import: rivals share it.
 
 CPU time is what to compare: it does not count what other processes take.
 """
@@ -49,6 +49,17 @@ def use_one_core(core: int | None) -> None:
   )
   if core is not None and hasattr(os, "sched_setaffinity"):
     os.sched_setaffinity(0, {core})
+
+
+def warm_up_jax() -> None:
+  """Runs a small gradient: what jax loads at its first must not count."""
+  import jax
+  import jax.numpy as jnp
+
+  def loss(x):
+    return jnp.sum(jnp.tanh(x @ x))
+
+  jax.block_until_ready(jax.jit(jax.grad(loss))(jnp.ones((256, 256))))
 
 
 def first(call: Callable[[], Any]) -> First:

@@ -25,6 +25,7 @@ def run(case: cases.Case, limits: measure.Limits) -> None:
   import memcache_jax
   from examples.benchmarks import check, layers
 
+  measure.warm_up_jax()
   layer = layers.build(case)
   shape = (cases.BATCH, case.tokens, cases.DIM)
   x = jax.random.normal(jax.random.key(9), shape)

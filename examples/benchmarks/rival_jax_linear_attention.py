@@ -57,6 +57,7 @@ def main() -> None:
   def loss(params, x):
     return jnp.mean(jnp.square(forward(params, x)))
 
+  measure.warm_up_jax()
   functions = {"forward_backward": jax.grad(loss), "forward": forward}
   calls, compile_s = {}, {}
   for mode, function in functions.items():
