@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 from flax import nnx
+from jax.experimental import mesh_utils
 
 from examples import functional
 from examples.lm import training
@@ -67,12 +68,21 @@ def make_mesh(
       f"mesh {dict(zip(AXES, shape, strict=True))} does not fit "
       f"{len(devices)} devices"
     )
-  return jax.make_mesh(
-    tuple(shape),
-    AXES,
-    axis_types=(jax.sharding.AxisType.Explicit,) * len(AXES),
-    devices=devices,
+  # Devices of a topology that is not here have no such number.
+  slices = {
+    getattr(device, "slice_index", 0)
+    for device in devices
+    if device.platform == "tpu"
+  }
+  if len(slices) > 1:
+    raise InputError(f"a mesh has the chips of one slice: got {len(slices)}")
+  # Not jax.make_mesh, which on v5p refuses sizes that are no product of whole
+  # axes of the torus: 2 on 8 x 8 x 4 chips.
+  arranged = mesh_utils.create_device_mesh(
+    shape, devices, allow_split_physical_axes=True
   )
+  types = (jax.sharding.AxisType.Explicit,) * len(AXES)
+  return jax.sharding.Mesh(arranged, AXES, axis_types=types)
 
 
 @functools.cache

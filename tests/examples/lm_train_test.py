@@ -7,6 +7,7 @@ import pathlib
 import re
 import shutil
 from dataclasses import replace
+from types import SimpleNamespace
 
 import chex
 import jax
@@ -135,6 +136,9 @@ def test_wrong_models():
 def test_wrong_meshes():
   with pytest.raises(InputError, match="does not fit 1 devices"):
     sharding.make_mesh(MeshSettings(fsdp=2), jax.devices()[:1])
+  slices = [SimpleNamespace(platform="tpu", slice_index=i) for i in range(2)]
+  with pytest.raises(InputError, match="chips of one slice: got 2"):
+    sharding.make_mesh(MeshSettings(), slices)
   mesh = sharding.make_mesh(MeshSettings(), jax.devices()[:1])
   assert dict(mesh.shape) == {
     "data": 1,
