@@ -56,7 +56,7 @@ class Costs:
 
 
 def costs(text: str) -> Costs:
-  """Reads `compiled.as_text()`.
+  """Reads the text of a compiled program.
 
   Loops count as often as they run, or once where that cannot be read; branches
   of a conditional count each.
@@ -128,7 +128,7 @@ def _trips(condition: list[str]) -> int:
 
 
 def _collectives(computations, name: str) -> dict[str, int]:
-  """Bytes by channel, also of those that fusions carry along.
+  """Bytes by channel, also of those that fusions or other cores carry along.
 
   A collective that overlaps several fusions is written in each of them.
   """
@@ -137,8 +137,9 @@ def _collectives(computations, name: str) -> dict[str, int]:
     if size := _collective_bytes(line):
       channel = re.search(r"channel_id=(\d+)", line)
       found[channel[1] if channel else line] = size
-    if fusion := re.search(r" fusion\(.*calls=%?([\w.\-]+)", line):
-      found |= _collectives(computations, fusion[1])
+    inner = r" (?:fusion|async-start)\(.*calls=%?([\w.\-]+)"
+    if carrier := re.search(inner, line):
+      found |= _collectives(computations, carrier[1])
   return found
 
 

@@ -23,6 +23,10 @@ HloModule jit_step
   %g = bf16[16,8]{1,0} all-gather(%x), channel_id=7, dimensions={0}
 }
 
+%elsewhere (p: bf16[64]) -> bf16[64] {
+  ROOT %r = bf16[64]{0} all-reduce(%p), channel_id=8, to_apply=%add
+}
+
 %four (p: (s32[], f32[8])) -> pred[] {
   %c = s32[]{:T(128)} constant(4)
   ROOT %l = pred[] compare(%i, %c), direction=LT
@@ -45,6 +49,8 @@ backend_config={"estimated_cycles":"100"}
 ENTRY %main.9 (p: f32[8]) -> f32[8] {
   %s = (f32[8]{0}, f32[32]{0}) all-gather-start(%p), dimensions={0}
   %d = f32[32]{0} all-gather-done(%s)
+  %o = ((bf16[64]{0}), bf16[64]{0}, u32[]) async-start(%q), calls=%elsewhere
+  %e = bf16[64]{0} async-done(%o)
   %r = (f32[4]{0}, bf16[4]{0}) all-reduce(%p, %q), to_apply=%add
   ROOT %w = (s32[], f32[8]{0}) while(%p), condition=%cond, body=%body, \
 backend_config={"known_trip_count":{"n":"3"}}
@@ -56,7 +62,8 @@ def test_loops_are_multiplied_out():
   found = hlo_costs.costs(PROGRAM)
   assert found.cycles == 3 * (4 * 10 + 100)
   assert found.kernels == 3 * 4
-  assert found.collective_bytes == 32 * 4 + 4 * (4 + 2) + 12 * 16 * 8 * 2
+  in_main = 32 * 4 + 4 * (4 + 2) + 64 * 2
+  assert found.collective_bytes == in_main + 12 * 16 * 8 * 2
 
 
 def test_a_program_of_this_machine_can_be_read():
