@@ -14,7 +14,7 @@ from memcache_jax.decoding import generate
 from memcache_jax.memories import Linear
 from memcache_jax.models import LanguageModel, MemorySpec, ModelConfig
 from memcache_jax.tasks import ByteTokenizer
-from tests.layers.cases import louder
+from tests.layers.cases import fast_to_compile, louder
 
 # The harness and what it imports are not ours to keep free of warnings.
 pytestmark = [
@@ -22,7 +22,7 @@ pytestmark = [
   pytest.mark.filterwarnings("ignore"),
 ]
 
-PREFIX = 10
+PREFIX, LONGEST = 10, 56
 CONFIG = ModelConfig(
   vocab_size=256,
   dim=16,
@@ -52,15 +52,23 @@ def requests(kind, arguments):
   return [Instance(kind, {}, x, i) for i, x in enumerate(arguments)]
 
 
+@fast_to_compile
+def log_probabilities(model, tokens):
+  return jax.nn.log_softmax(model(tokens)[0], axis=-1)
+
+
 def parallel_score(model, context, end):
   # The harness moves spaces at the end of a context to what follows it.
   end = context[len(context.rstrip()) :] + end
   tokens = TOKENIZER.encode(context.rstrip()) or [PREFIX]
   start, tokens = len(tokens), tokens + TOKENIZER.encode(end)
-  logits = model(jnp.asarray([tokens]))[0][0]
-  scores = jax.nn.log_softmax(logits, axis=-1)[start - 1 : -1]
-  chosen = np.asarray(scores)[range(len(tokens) - start), tokens[start:]]
-  greedy = np.argmax(np.asarray(scores), axis=-1) == tokens[start:]
+  # One length for all: what is behind the last token is not seen.
+  padded = np.zeros((1, LONGEST), np.int32)
+  padded[0, : len(tokens)] = tokens
+  scores = np.asarray(log_probabilities(model, padded))[0]
+  scores = scores[start - 1 : len(tokens) - 1]
+  chosen = scores[range(len(tokens) - start), tokens[start:]]
+  greedy = np.argmax(scores, axis=-1) == tokens[start:]
   return float(chosen.sum()), bool(greedy.all())
 
 
