@@ -14,7 +14,7 @@ from memcache_jax.decoding import generate
 from memcache_jax.memories import Linear
 from memcache_jax.models import LanguageModel, MemorySpec, ModelConfig
 from memcache_jax.tasks import ByteTokenizer
-from tests.layers.cases import louder
+from tests.layers.cases import fast_to_compile, louder
 
 # The harness and what it imports are not ours to keep free of warnings.
 pytestmark = [
@@ -22,7 +22,7 @@ pytestmark = [
   pytest.mark.filterwarnings("ignore"),
 ]
 
-PREFIX = 10
+PREFIX, LONGEST, PIECE = 10, 56, 16
 CONFIG = ModelConfig(
   vocab_size=256,
   dim=16,
@@ -41,9 +41,20 @@ def model():
 def harness(model, **options):
   from memcache_jax.evaluation import HarnessModel
 
-  options = {"prefix_token": PREFIX, "batch_size": 3, "piece": 8} | options
+  options = {"prefix_token": PREFIX, "batch_size": 3, "piece": PIECE} | options
   tokenizer = options.pop("tokenizer", TOKENIZER)
   return HarnessModel(model, tokenizer, **options)
+
+
+def continued(model, pair, max_new_tokens):
+  """Two rows and one length, as the harness asks for them: compiled once."""
+  return generate(
+    model,
+    [TOKENIZER.encode(prompt) for prompt in pair],
+    max_new_tokens=max_new_tokens,
+    temperature=0,
+    length_multiple=PIECE,
+  )
 
 
 def requests(kind, arguments):
@@ -52,15 +63,23 @@ def requests(kind, arguments):
   return [Instance(kind, {}, x, i) for i, x in enumerate(arguments)]
 
 
+@fast_to_compile
+def log_probabilities(model, tokens):
+  return jax.nn.log_softmax(model(tokens)[0], axis=-1)
+
+
 def parallel_score(model, context, end):
   # The harness moves spaces at the end of a context to what follows it.
   end = context[len(context.rstrip()) :] + end
   tokens = TOKENIZER.encode(context.rstrip()) or [PREFIX]
   start, tokens = len(tokens), tokens + TOKENIZER.encode(end)
-  logits = model(jnp.asarray([tokens]))[0][0]
-  scores = jax.nn.log_softmax(logits, axis=-1)[start - 1 : -1]
-  chosen = np.asarray(scores)[range(len(tokens) - start), tokens[start:]]
-  greedy = np.argmax(np.asarray(scores), axis=-1) == tokens[start:]
+  # One length for all: what is behind the last token is not seen.
+  padded = np.zeros((1, LONGEST), np.int32)
+  padded[0, : len(tokens)] = tokens
+  scores = np.asarray(log_probabilities(model, padded))[0]
+  scores = scores[start - 1 : len(tokens) - 1]
+  chosen = scores[range(len(tokens) - start), tokens[start:]]
+  greedy = np.argmax(scores, axis=-1) == tokens[start:]
   return float(chosen.sum()), bool(greedy.all())
 
 
@@ -84,8 +103,7 @@ def test_scores_are_those_of_one_pass_in_the_order_of_the_requests(model):
 
 
 def test_the_likeliest_continuation_is_greedy(model):
-  prompt = TOKENIZER.encode("so")
-  (tokens,) = generate(model, [prompt], max_new_tokens=1, temperature=0)
+  tokens, _ = continued(model, ("so", "or"), 1)
   text = bytes(tokens)
   assert text.decode("ascii", errors="ignore"), "choose another prompt"
   pairs = [("so", text.decode()), ("so", chr((tokens[0] + 1) % 128))]
@@ -105,17 +123,11 @@ def test_whole_texts_are_one_pass_from_the_prefix(model):
 
 def test_generation_ends_before_a_stop_string(model):
   prompts = ["one", "another one", "x", "and this"]
-  whole = [
-    TOKENIZER.decode(row)
-    for row in generate(
-      model,
-      [TOKENIZER.encode(prompt) for prompt in prompts],
-      max_new_tokens=6,
-      temperature=0,
-    )
-  ]
+  pairs = (prompts[:2], prompts[2:])
+  rows = [row for pair in pairs for row in continued(model, pair, 6)]
+  whole = [TOKENIZER.decode(row) for row in rows]
   stop = whole[1][2]
-  got = harness(model).generate_until(
+  got = harness(model, batch_size=2).generate_until(
     requests(
       "generate_until",
       [(p, {"until": [stop], "max_gen_toks": 6}) for p in prompts],
@@ -124,7 +136,7 @@ def test_generation_ends_before_a_stop_string(model):
   assert got == [text.split(stop)[0] for text in whole]
   # Options that say nothing, as tasks have them.
   nothing = {"until": [""], "max_gen_toks": None, "temperature": None}
-  longest = harness(model, max_new_tokens=6).generate_until(
+  longest = harness(model, batch_size=2, max_new_tokens=6).generate_until(
     requests("generate_until", [(p, nothing) for p in prompts])
   )
   assert longest == whole
@@ -197,13 +209,12 @@ def test_errors_name_the_argument(model, argument, value):
 
 def test_marks_of_documents_end_what_is_generated(model):
   """There another document would begin."""
-  prompt = TOKENIZER.encode("one")
-  (tokens,) = generate(model, [prompt], max_new_tokens=6, temperature=0)
+  tokens, _ = continued(model, ("one", "two"), 6)
   want = TOKENIZER.decode(tokens[: tokens.index(tokens[2])])
   for marks in ({"prefix_token": tokens[2]}, {"stop_tokens": [tokens[2]]}):
     got = harness(model, max_new_tokens=6, **marks)
-    (text,) = got.generate_until(
-      requests("generate_until", [("one", {"until": []})])
+    text, _ = got.generate_until(
+      requests("generate_until", [(p, {"until": []}) for p in ("one", "two")])
     )
     assert text == want
 

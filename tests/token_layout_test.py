@@ -1,5 +1,6 @@
 """Token moves against loops over single tokens."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -7,9 +8,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from memcache_jax import document_starts, token_layout
+from memcache_jax import token_layout
 
-ROWS, TOKENS, BLOCK = 2, 13, 4
+ROWS, TOKENS, BLOCK, BLOCKS = 2, 13, 4, 12
+
+# One program each for all examples, and none for every operation.
+compact = jax.jit(token_layout.compact)
+document_starts = jax.jit(token_layout.document_starts)
+age_in_document = jax.jit(token_layout.age_in_document)
+
+
+@jax.jit
+def align_and_count(mask, starts, position, ends, flagged):
+  grid = token_layout.align(mask, starts, position, BLOCK, BLOCKS, flagged)
+  counted = token_layout.blocks_before(mask, starts, position, BLOCK, ends)
+  return grid, *counted
+
 
 flags = hnp.arrays(bool, (ROWS, TOKENS))
 positions = hnp.arrays(np.int32, (ROWS,), elements=st.integers(0, BLOCK - 1))
@@ -18,12 +32,10 @@ positions = hnp.arrays(np.int32, (ROWS,), elements=st.integers(0, BLOCK - 1))
 @settings(max_examples=60, deadline=None)
 @given(flags, flags, positions, st.none() | flags)
 def test_align(mask, starts, position, ends):
-  blocks = 12
-  given = [jnp.asarray(x) for x in (mask, starts, position)]
   ends = np.zeros_like(mask) if ends is None else ends
-  flagged = jnp.asarray(ends) if np.any(ends) else None
-  grid = token_layout.align(*given, BLOCK, blocks, flagged)
-  before, running = token_layout.blocks_before(*given, BLOCK, jnp.asarray(ends))
+  flagged = ends if np.any(ends) else None
+  results = align_and_count(mask, starts, position, ends, flagged)
+  grid, before, running = jax.device_get(results)
   for row in range(ROWS):
     place = int(position[row])
     first = 0
@@ -42,19 +54,17 @@ def test_align(mask, starts, position, ends):
       place += 1
       if ends[row, t]:
         place += -place % BLOCK
-    fits = {t: p for t, p in expected.items() if p < blocks * BLOCK}
+    fits = {t: p for t, p in expected.items() if p < BLOCKS * BLOCK}
     assert bool(grid.overflow[row]) == (len(fits) < len(expected))
-    valid = np.asarray(grid.valid[row]).reshape(-1)
-    source = np.asarray(grid.source[row]).reshape(-1)
+    valid = grid.valid[row].reshape(-1)
+    source = grid.source[row].reshape(-1)
     assert sorted(fits.values()) == list(np.flatnonzero(valid))
     for t in range(TOKENS):
       assert bool(grid.placed[row, t]) == (t in fits)
       if t in fits:
         assert int(grid.target[row, t]) == fits[t]
         assert source[fits[t]] == t
-    assert fresh & set(range(blocks)) == set(
-      np.flatnonzero(np.asarray(grid.fresh[row]))
-    )
+    assert fresh & set(range(BLOCKS)) == set(np.flatnonzero(grid.fresh[row]))
     used = max((p // BLOCK for p in fits.values()), default=0) + 1
     if not bool(grid.overflow[row]):
       assert int(grid.blocks[row]) == used
@@ -63,7 +73,7 @@ def test_align(mask, starts, position, ends):
 @settings(max_examples=40, deadline=None)
 @given(flags)
 def test_compact(mask):
-  plan = token_layout.compact(jnp.asarray(mask))
+  plan = jax.device_get(compact(mask))
   for row in range(ROWS):
     real = np.flatnonzero(mask[row])
     assert int(plan.count[row]) == len(real)
@@ -75,7 +85,7 @@ def test_compact(mask):
 @settings(max_examples=40, deadline=None)
 @given(hnp.arrays(np.int32, (ROWS, TOKENS), elements=st.integers(0, 2)), flags)
 def test_document_starts(ids, mask):
-  starts = document_starts(jnp.asarray(ids), jnp.asarray(mask))
+  starts = np.asarray(document_starts(ids, mask))
   for row in range(ROWS):
     before = None
     for t in range(TOKENS):
@@ -87,17 +97,15 @@ def test_document_starts(ids, mask):
 
 def test_document_starts_of_no_array(as_a_user):
   with pytest.raises(ValueError, match=r"`segment_ids` must be .* got list"):
-    document_starts([[1, 1, 2]])
+    token_layout.document_starts([[1, 1, 2]])
   with pytest.raises(ValueError, match=r"`mask` must be .* got shape \(3,\)"):
-    document_starts(jnp.ones((1, 3), int), jnp.ones(3, bool))
+    token_layout.document_starts(jnp.ones((1, 3), int), jnp.ones(3, bool))
 
 
 @settings(max_examples=40, deadline=None)
 @given(flags, hnp.arrays(np.int32, (ROWS,), elements=st.integers(0, 5)))
 def test_age_in_document(starts, age_before):
-  ages = token_layout.age_in_document(
-    jnp.asarray(starts), jnp.asarray(age_before)
-  )
+  ages = np.asarray(age_in_document(starts, age_before))
   for row in range(ROWS):
     age = int(age_before[row])
     for t in range(TOKENS):

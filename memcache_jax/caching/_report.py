@@ -69,13 +69,15 @@ def watch_selection(memory: Memory, tokens: Tokens) -> SelectionReport:
     ValueError: for any other memory.
 
   Example:
+    >>> import jax
     >>> from memcache_jax.caching import Cached, Constant, SparseSelective
     >>> from memcache_jax.caching import watch_selection
     >>> from memcache_jax.memories import HeadShape, Linear
     >>> from memcache_jax.testing import random_tokens
     >>> memory = Cached(Linear(), Constant(4), SparseSelective(2))
     >>> tokens = random_tokens(memory, HeadShape(2, 8, 8), 1, 40)
-    >>> watch_selection(memory, tokens).load.shape
+    >>> watch = jax.jit(watch_selection, static_argnums=0)
+    >>> watch(memory, tokens).load.shape
     (1, 2, 9)
   """
   if not watches_selection(memory):

@@ -98,6 +98,7 @@ class Explicit(Constant):
     max_segments: memories of a document that the cache has room for.
 
   Example:
+    >>> import jax
     >>> import jax.numpy as jnp
     >>> from flax import nnx
     >>> from memcache_jax.caching import Cached, Explicit
@@ -106,7 +107,8 @@ class Explicit(Constant):
     >>> memory = Cached(Linear(), Explicit(length=32, max_segments=8))
     >>> mixer = MemoryMixer(16, 2, memory, rngs=nnx.Rngs(0))
     >>> ends = jnp.array([[0, 0, 1, 0, 0, 0, 1, 0]], bool)
-    >>> _, state = mixer(jnp.ones((1, 8, 16)), segment_ends=ends)
+    >>> run = jax.jit(MemoryMixer.__call__)
+    >>> _, state = run(mixer, jnp.ones((1, 8, 16)), segment_ends=ends)
     >>> state.memory.count.item(), state.memory.position.item()
     (2, 1)
   """

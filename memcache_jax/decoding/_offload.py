@@ -44,7 +44,7 @@ def to_host(
     >>> config = ModelConfig.tiny(MemorySpec(memory, 2))
     >>> model = LanguageModel(config, rngs=nnx.Rngs(0))
     >>> state = model.init_state(batch=1, max_length=64)
-    >>> _, state = prefill(model, jnp.arange(10)[None], state)
+    >>> _, state = jax.jit(prefill)(model, jnp.arange(10)[None], state)
     >>> state = to_host(model, state)
     >>> state[0].memory.memories.sharding.memory_kind
     'pinned_host'

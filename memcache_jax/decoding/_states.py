@@ -41,18 +41,19 @@ def mark(model: LanguageModel, state: tuple[State, ...]) -> tuple[State, ...]:
       whole state there.
 
   Example:
+    >>> import jax
     >>> import jax.numpy as jnp
     >>> from flax import nnx
     >>> from memcache_jax.decoding import mark, prefill, rewind
     >>> from memcache_jax.models import LanguageModel, ModelConfig
     >>> model = LanguageModel(ModelConfig.tiny(), rngs=nnx.Rngs(0))
-    >>> text = jnp.arange(100)[None]
+    >>> read, text = jax.jit(prefill), jnp.arange(96)[None]
     >>> state = model.init_state(batch=1, max_length=200)
-    >>> _, state = prefill(model, text[:, :64], state)
+    >>> _, state = read(model, text[:, :48], state)
     >>> border = mark(model, state)
-    >>> _, state = prefill(model, text[:, 64:], state)
-    >>> state = rewind(state, border)  # to token 64
-    >>> _, state = prefill(model, text[:, 64:70], state)  # and on to token 70
+    >>> _, state = read(model, text[:, 48:], state)
+    >>> state = rewind(state, border)  # to token 48
+    >>> _, state = read(model, text[:, :48], state)  # and on another way
   """
   check_state(model, state)
   _check_prefixes(model)
@@ -133,15 +134,16 @@ def with_room(
       have had to read what has passed.
 
   Example:
+    >>> import jax
     >>> import jax.numpy as jnp
     >>> from flax import nnx
     >>> from memcache_jax.decoding import prefill, with_room
     >>> from memcache_jax.models import LanguageModel, ModelConfig
     >>> model = LanguageModel(ModelConfig.tiny(), rngs=nnx.Rngs(0))
     >>> prefix = model.init_state(batch=1, max_length=100)
-    >>> _, prefix = prefill(model, jnp.arange(100)[None], prefix)
+    >>> _, prefix = jax.jit(prefill)(model, jnp.arange(100)[None], prefix)
     >>> state = with_room(model, prefix, 300)
-    >>> logits, state = prefill(model, jnp.array([[1, 2, 3]]), state)
+    >>> logits, state = jax.jit(prefill)(model, jnp.array([[1, 2, 3]]), state)
   """
   _checks.check_positive(max_length=max_length)
   check_state(model, state)
@@ -192,13 +194,14 @@ def verify(
     nan); and the state after the tokens that have been read.
 
   Example:
-    >>> import jax.numpy as jnp
+    >>> import jax
     >>> from flax import nnx
     >>> from memcache_jax.decoding import verify
     >>> from memcache_jax.models import LanguageModel, ModelConfig
     >>> model = LanguageModel(ModelConfig.tiny(), rngs=nnx.Rngs(0))
     >>> state = model.init_state(batch=1, max_length=32)
-    >>> read, chosen, state = verify(model, jnp.array([[1, 2, 3]]), state)
+    >>> check, draft = jax.jit(verify), jax.numpy.array([[1, 2, 3]])
+    >>> read, chosen, state = check(model, draft, state)
     >>> bool(1 <= read[0] <= 3)
     True
   """

@@ -30,14 +30,16 @@ def prefill(
     without any), and the state.
 
   Example:
+    >>> import jax
     >>> import jax.numpy as jnp
     >>> from flax import nnx
     >>> from memcache_jax.decoding import decode_step, prefill
     >>> from memcache_jax.models import LanguageModel, ModelConfig
     >>> model = LanguageModel(ModelConfig.tiny(), rngs=nnx.Rngs(0))
     >>> state = model.init_state(batch=1, max_length=32)
-    >>> logits, state = prefill(model, jnp.array([[1, 2, 3]]), state)
-    >>> logits, state = decode_step(model, jnp.argmax(logits, -1), state)
+    >>> logits, state = jax.jit(prefill)(model, jnp.array([[1, 2, 3]]), state)
+    >>> step = jax.jit(decode_step, donate_argnames="state")
+    >>> logits, state = step(model, jnp.argmax(logits, -1), state)
     >>> logits.shape
     (1, 256)
   """

@@ -53,11 +53,13 @@ class Attention(Mixer):
     rngs: where the initial weights come from.
 
   Example:
+    >>> import jax
     >>> import jax.numpy as jnp
     >>> from flax import nnx
     >>> from memcache_jax.layers import Attention
     >>> attention = Attention(16, 2, window=4, rngs=nnx.Rngs(0))
-    >>> y, state = attention(jnp.ones((1, 20, 16)))
+    >>> run = jax.jit(Attention.__call__)
+    >>> y, state = run(attention, jnp.ones((1, 20, 16)))
     >>> state.keys.shape
     (1, 4, 2, 8)
   """

@@ -25,12 +25,13 @@ class Block(nnx.Module):
     rngs: where the initial weights come from.
 
   Example:
+    >>> import jax
     >>> import jax.numpy as jnp
     >>> from flax import nnx
     >>> from memcache_jax.layers import Attention, Block
     >>> rngs = nnx.Rngs(0)
     >>> block = Block(Attention(8, 2, rngs=rngs), 16, rngs=rngs)
-    >>> y, state = block(jnp.ones((1, 3, 8)))
+    >>> y, state = jax.jit(Block.__call__)(block, jnp.ones((1, 3, 8)))
     >>> y.shape
     (1, 3, 8)
   """

@@ -23,13 +23,7 @@ from memcache_jax.layers._gates import Gates
 from memcache_jax.layers._norm import RMSNorm
 from memcache_jax.layers._params import InitialMemory, Projection
 from memcache_jax.layers._short_conv import ShortConv
-from memcache_jax.memories import (
-  HeadShape,
-  Memory,
-  Tokens,
-  Watched,
-  _spread,
-)
+from memcache_jax.memories import HeadShape, Memory, Tokens, Watched, _spread
 from memcache_jax.ops import _checks
 
 
@@ -68,6 +62,7 @@ class MemoryMixer(Mixer):
     rngs: where the initial weights come from.
 
   Example:
+    >>> import jax
     >>> import jax.numpy as jnp
     >>> from flax import nnx
     >>> from memcache_jax.caching import Cached, Constant
@@ -75,8 +70,9 @@ class MemoryMixer(Mixer):
     >>> from memcache_jax.memories import Linear
     >>> memory = Cached(Linear(), Constant(8))
     >>> mixer = MemoryMixer(16, 2, memory, rngs=nnx.Rngs(0))
-    >>> y, state = mixer(jnp.ones((1, 20, 16)), mixer.init_state(1, 32))
-    >>> y, state = mixer(jnp.ones((1, 1, 16)), state)
+    >>> run, state = jax.jit(MemoryMixer.__call__), mixer.init_state(1, 32)
+    >>> y, state = run(mixer, jnp.ones((1, 20, 16)), state)
+    >>> y, state = run(mixer, jnp.ones((1, 1, 16)), state)
     >>> y.shape
     (1, 1, 16)
   """

@@ -60,13 +60,17 @@ class Cell(Memory):
       treat leading axes as rows.
 
   Example:
+    >>> import jax
+    >>> import jax.numpy as jnp
     >>> from flax import nnx
     >>> from memcache_jax.caching import Cached, Constant
     >>> from memcache_jax.layers import MemoryMixer
     >>> from memcache_jax.memories import Cell
     >>> memory = Cached(Cell(nnx.LSTMCell), Constant(8))
     >>> mixer = MemoryMixer(16, 2, memory, rngs=nnx.Rngs(0))
-    >>> mixer(jnp.ones((1, 20, 16)))[0].shape
+    >>> run = jax.jit(MemoryMixer.__call__)
+    >>> y, state = run(mixer, jnp.ones((1, 20, 16)))
+    >>> y.shape
     (1, 20, 16)
   """
 

@@ -42,7 +42,8 @@ def watch(memory: Memory, params: Params, tokens: Tokens) -> Watched:
     >>> from memcache_jax.testing import random_tokens
     >>> memory, shape = Titans(), HeadShape(2, 4, 4)
     >>> params = memory.init_params(jax.random.key(0), shape)
-    >>> watched = watch(memory, params, random_tokens(memory, shape, 1, 5))
+    >>> tokens = random_tokens(memory, shape, 1, 5)
+    >>> watched = jax.jit(watch, static_argnums=0)(memory, params, tokens)
     >>> watched.inner_loss.shape, watched.norm.shape
     ((1, 5, 2), (1, 5, 2))
   """

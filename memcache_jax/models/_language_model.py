@@ -38,13 +38,15 @@ class LanguageModel(nnx.Module):
     rngs: where the initial weights come from.
 
   Example:
+    >>> import jax
     >>> import jax.numpy as jnp
     >>> from flax import nnx
     >>> from memcache_jax.models import LanguageModel, ModelConfig
     >>> model = LanguageModel(ModelConfig.tiny(), rngs=nnx.Rngs(0))
     >>> state = model.init_state(batch=1, max_length=64)
-    >>> logits, state = model(jnp.array([[1, 2, 3]]), state)
-    >>> logits, state = model(jnp.array([[4]]), state)
+    >>> run = jax.jit(LanguageModel.__call__)
+    >>> logits, state = run(model, jnp.array([[1, 2, 3]]), state)
+    >>> logits, state = run(model, jnp.array([[4]]), state)
     >>> logits.shape
     (1, 1, 256)
   """

@@ -1,5 +1,6 @@
 """Identities of the paper, room, and errors of `Cached`."""
 
+import functools
 from dataclasses import replace
 
 import chex
@@ -32,9 +33,10 @@ SHAPE = HeadShape(2, 6, 5)
 T, C = 40, 8
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def _scan(memory, tokens, state=None):
-  run = jax.jit(lambda state, tokens: memory.scan({}, state, tokens))
-  return run(state, tokens)
+  """One program for all tests of a memory."""
+  return memory.scan({}, state, tokens)
 
 
 def _plain(memory, length=T, seed=0):
@@ -174,7 +176,7 @@ def test_room():
   assert state.index.shape == (2, 2)
   fits, lost = 3 * C, slice(3 * C, None)
   expected = _scan(cached, tokens)[0]
-  scan = jax.jit(lambda state, tokens: cached.scan({}, state, tokens))
+  scan = lambda state, tokens: _scan(cached, tokens, state)
   for sizes in ([T], [17, 6, 17], [1]):
     y, after = stream(scan, state, tokens, sizes)
     assert_close(y[:, :fits], expected[:, :fits])
@@ -236,7 +238,7 @@ def test_documents_on_segment_borders_move_no_token(mode):
   )
   # A mask, though it hides nothing, has tokens moved.
   moved = replace(tokens, mask=jnp.ones((2, T), bool))
-  scan = jax.jit(lambda tokens: memory.scan({}, None, tokens))
+  scan = functools.partial(_scan, memory)
   assert_close(scan(tokens), scan(moved), 1e-6)
   for row, start in ((0, 15), (1, 39)):
     starts[row, start] = True

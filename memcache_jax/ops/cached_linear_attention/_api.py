@@ -81,12 +81,14 @@ def cached_linear_attention(
       on second derivatives, unless it is "reference" or "xla".
 
   Example:
+    >>> import jax
     >>> import jax.numpy as jnp
     >>> from memcache_jax.ops import cached_linear_attention
     >>> x, gates = jnp.ones((1, 4, 1, 2)), jnp.ones((1, 4, 1, 2))
-    >>> y, ends = cached_linear_attention(
-    ...   x, x, x, gates, gates[..., 0], segment_length=2
+    >>> read = jax.jit(
+    ...   cached_linear_attention, static_argnames="segment_length"
     ... )
+    >>> y, ends = read(x, x, x, gates, gates[..., 0], segment_length=2)
     >>> y[0, :, 0, 0].tolist()
     [2.0, 4.0, 6.0, 8.0]
   """

@@ -72,11 +72,12 @@ def delta_rule(
       kernel: those are for "xla".
 
   Example:
+    >>> import jax
     >>> import jax.numpy as jnp
     >>> from memcache_jax.ops import delta_rule
     >>> key = jnp.ones((1, 3, 1, 1))
     >>> value = jnp.arange(3.0)[None, :, None, None]
-    >>> y, state = delta_rule(key, key, value, jnp.ones((1, 3, 1)))
+    >>> y, state = jax.jit(delta_rule)(key, key, value, jnp.ones((1, 3, 1)))
     >>> y[0, :, 0, 0].tolist()
     [0.0, 1.0, 2.0]
   """

@@ -59,11 +59,13 @@ def diagonal_delta_rule(
     NotImplementedError: when the chosen implementation does not exist.
 
   Example:
+    >>> import jax
     >>> import jax.numpy as jnp
     >>> from memcache_jax.ops import diagonal_delta_rule
     >>> key = jnp.ones((1, 3, 1, 1))
     >>> value = jnp.arange(3.0)[None, :, None, None]
-    >>> y, state = diagonal_delta_rule(key, key, value, 0 * key, key, key)
+    >>> arguments = key, key, value, 0 * key, key, key
+    >>> y, state = jax.jit(diagonal_delta_rule)(*arguments)
     >>> y[0, :, 0, 0].tolist()
     [0.0, 1.0, 2.0]
   """

@@ -58,10 +58,11 @@ def linear_attention(
     NotImplementedError: when the chosen implementation does not exist.
 
   Example:
+    >>> import jax
     >>> import jax.numpy as jnp
     >>> from memcache_jax.ops import linear_attention
     >>> x = jnp.ones((1, 3, 1, 2))
-    >>> y, state = linear_attention(x, x, x)
+    >>> y, state = jax.jit(linear_attention)(x, x, x)
     >>> y[0, :, 0, 0].tolist()
     [2.0, 4.0, 6.0]
   """

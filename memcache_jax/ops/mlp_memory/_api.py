@@ -122,6 +122,7 @@ def mlp_memory(
       on derivatives other than a first one in reverse, where it is a kernel.
 
   Example:
+    >>> import functools
     >>> import jax
     >>> import jax.numpy as jnp
     >>> from memcache_jax.ops.mlp_memory import L2, MLP, mlp_memory
@@ -129,9 +130,10 @@ def mlp_memory(
     >>> params = net.init_params(jax.random.key(0), 1, 8, 8)
     >>> x = jnp.ones((1, 5, 1, 8))
     >>> step = jnp.full((1, 5, 1, 1), 0.1)
-    >>> y, state = mlp_memory(
-    ...   x, x, x, params, architecture=net, loss=L2(), inner_batch=4, step=step
+    >>> run = functools.partial(
+    ...   mlp_memory, architecture=net, loss=L2(), inner_batch=4
     ... )
+    >>> y, state = jax.jit(run)(x, x, x, params, step=step)
     >>> y.shape, int(state.position[0])
     ((1, 5, 1, 8), 5)
   """
