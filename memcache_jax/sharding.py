@@ -94,6 +94,35 @@ def devices_along(part: Any) -> int:
   return math.prod(mesh.shape[name] for name in _names(part))
 
 
+def spread_like(
+  tree: PyTree, axes: PyTree, like: Shaped[Array, "..."], like_axes: str
+) -> PyTree:
+  """Spreads arrays as another one is, by the letters of their axes.
+
+  Args:
+    tree: arrays.
+    axes: letters of each one's axes, such as "b t n k"; what spreads an axis of
+      `like` spreads those of the same letter, and nothing else does.
+    like: an array. Where it is not spread, the tree is returned as it is.
+    like_axes: letters of its axes.
+  """
+  spread = _spread(like, like_axes)
+  if not spread:
+    return tree
+  return jax.tree.map(jax.reshard, tree, _specs(axes, spread))
+
+
+def _spread(x: Array, axes: str) -> dict[str, Any]:
+  """Mesh axes by the letters of the axes that they spread."""
+  parts = zip(axes.split(), spec_of(x), strict=True)
+  return {letter: part for letter, part in parts if part}
+
+
+def _specs(axes: PyTree, spread: dict[str, Any]) -> PyTree:
+  one = lambda x: jax.P(*(spread.get(letter) for letter in x.split()))
+  return jax.tree.map(one, axes)
+
+
 def over_devices(
   function: Callable[..., PyTree],
   inputs: tuple[PyTree, ...],
@@ -119,9 +148,8 @@ def over_devices(
   Raises:
     ValueError: when another axis is spread.
   """
-  first, names = jax.tree.leaves(inputs)[0], jax.tree.leaves(axes)[0].split()
-  spec = spec_of(first)
-  spread = {x: part for x, part in zip(names, spec, strict=True) if part}
+  first, names = jax.tree.leaves(inputs)[0], jax.tree.leaves(axes)[0]
+  spread = _spread(first, names)
   if not spread:
     return function(*inputs)
   if not spread.keys() <= set(letters):
@@ -129,18 +157,13 @@ def over_devices(
     said = " and ".join(words[letter] for letter in letters)
     raise ValueError(
       f"arrays may be spread over devices by {said} only: got axes "
-      f"({' '.join(names)}) spread as {spec}."
+      f"({names}) spread as {spec_of(first)}."
     )
-
-  def specs(axes):
-    one = lambda x: jax.P(*(spread.get(letter) for letter in x.split()))
-    return jax.tree.map(one, axes)
-
-  inputs = jax.tree.map(jax.reshard, inputs, specs(axes))
+  inputs = jax.tree.map(jax.reshard, inputs, _specs(axes, spread))
   # Unchecked: a simulated kernel does not say that its results vary.
   return jax.shard_map(
     function,
-    in_specs=specs(axes),
-    out_specs=specs(output_axes),
+    in_specs=_specs(axes, spread),
+    out_specs=_specs(output_axes, spread),
     check_vma=False,
   )(*inputs)

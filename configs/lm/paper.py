@@ -67,8 +67,7 @@ def _paper(
       align=256,
     ),
     optimizer=OptimizerSettings(peak=peak, warmup=steps // 50),
-    # Memory as context keeps the heads of a segment on one chip.
-    mesh=MeshSettings(fsdp=-1, tensor=1 if family == "titans_mac" else 2),
+    mesh=MeshSettings(fsdp=-1, tensor=2),
     steps=steps,
     batch_size=128,
     length=4096,

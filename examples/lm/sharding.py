@@ -10,7 +10,7 @@ heads that a device holds. The compiler inserts the communication.
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,7 +100,6 @@ def layout(settings: Settings, mesh: jax.sharding.Mesh) -> Layout:
       f"along data and fsdp, {devices}"
     )
   _check_sequence(settings, mesh.shape["sequence"])
-  _check_tensor(settings, mesh.shape["tensor"])
   letters = axis_letters(model_config(settings.model))
 
   def place(path, leaf):
@@ -116,15 +115,6 @@ def layout(settings: Settings, mesh: jax.sharding.Mesh) -> Layout:
     ),
     everywhere=jax.NamedSharding(mesh, jax.P()),
   )
-
-
-def _check_tensor(settings: Settings, devices: int) -> None:
-  """Raises InputError unless heads can be spread over devices."""
-  if devices > 1 and settings.model.family == "titans_mac":
-    raise InputError(
-      "mesh.tensor must be 1 with model.family titans_mac, which keeps the "
-      f"heads of its segments together: got {devices}"
-    )
 
 
 def _check_sequence(settings: Settings, devices: int) -> None:
@@ -175,10 +165,15 @@ def abstract_batch(settings: Settings) -> Batch:
 
 def initial_state(settings: Settings, shardings: Layout) -> TrainState:
   """The state before the first step, made where it belongs."""
-  make = jax.jit(
+  return _initial(settings, shardings)()
+
+
+@functools.cache
+def _initial(settings: Settings, shardings: Layout) -> Callable[[], TrainState]:
+  """Compiled once for all sessions of one process."""
+  return jax.jit(
     lambda: training.initial_state(settings), out_shardings=shardings.state
   )
-  return make()
 
 
 def axis_letters(config: ModelConfig) -> dict[tuple[str, ...], str]:

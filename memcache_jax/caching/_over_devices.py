@@ -40,7 +40,10 @@ def run(cached, params, state, tokens):
     lambda tokens, params: _run_own(cached, params, tokens, axis),
     (tokens, params),
     (token_axes(tokens), param_axes(params)),
-    ("b t n v", state_axes(cached, tokens)),
+    (
+      "b t n v",
+      state_axes(cached, tokens.head_shape, tokens.q.shape[1]),
+    ),
     letters="btn",
   )
 

@@ -24,6 +24,7 @@ from memcache_jax.layers._branch_gate import BranchGate
 from memcache_jax.layers._memory_mixer import MemoryMixer, MixerState
 from memcache_jax.layers._softmax_attention import Keys
 from memcache_jax.memories import Memory, Tokens, Watched
+from memcache_jax.memories._axes import state_axes, stored_axes
 from memcache_jax.ops import _checks
 
 
@@ -174,13 +175,14 @@ class MemoryAsContext(Mixer):
   ) -> tuple[Array, Array, MemoryAsContextState]:
     """What attention gives and the layer returns at every token, and state."""
     b, t = front.x.shape[:2]
-    initial = sharding.rows_like(self.init_state(b, 1), front.x)
+    initial = self.init_state(b, 1)
     if state is not None:
       _checks.check_state(state, initial)
     before = initial if state is None else state
     if t == 0:
       return front.x, front.x, before
     q, tail = self.memory_mixer.queries(front, before.query)
+    before = self._place(before, q)
     if t == 1:
       fresh = None if front.starts is None else front.starts[:, 0]
       y, o, after = self._segment(before, front.x, q, front.valid, fresh)
@@ -216,7 +218,7 @@ class MemoryAsContext(Mixer):
     """Tokens of one segment of each row, of which some or all are there."""
     b, t = x.shape[:2]
     if fresh is not None:
-      initial = sharding.rows_like(self.init_state(b, 1), x)
+      initial = self._place(self.init_state(b, 1), q)
       state = token_layout.select_rows(fresh, initial, state)
     there = jnp.ones((b, t), bool) if valid is None else valid
     rank = jnp.cumsum(there, axis=1, dtype=jnp.int32)
@@ -243,21 +245,50 @@ class MemoryAsContext(Mixer):
 
   def _attend(self, state, x, h, position, valid, count):
     """Attention in the segment, whose keys are written first."""
+    attention = self.attention
+    both = lambda layer: jnp.concatenate([layer(x), layer(h)], axis=1)
+    q, k, v = attention.q(x), both(attention.k), both(attention.v)
+    persistent = attention.persistent_keys()
+    # Rows and heads never mix: every device attends with those it holds.
+    y, keys, values = sharding.over_devices(
+      self._attend_own,
+      (q, k, v, state.keys, state.values, position, valid, count, persistent),
+      (
+        *("b t n k",) * 5,
+        *("b t", "b t", "b", jax.tree.map(lambda x: "m n k", persistent)),
+      ),
+      ("b t n k",) * 3,
+    )
+    return attention.out(y), keys, values
+
+  def _attend_own(
+    self, q, k, v, keys, values, position, valid, count, persistent
+  ):
+    """Attention, and the keys and values of the segment so far."""
     attention, c = self.attention, self.segment_length
-    join = lambda *xs: jnp.concatenate(xs, axis=1)
+    twice = lambda a, b: jnp.concatenate([a, b], axis=1)
     own = jnp.where(valid, position, 2 * c)  # out of range: dropped
-    place = join(own, own + c)
-    k = join(attention.k(x), attention.k(h))
-    k = attention.keys(k, join(position, position))
-    v = join(attention.v(x), attention.v(h))
-    keys = token_layout.put_rows(state.keys, place, k)
-    values = token_layout.put_rows(state.values, place, v)
+    place = twice(own, own + c)
+    k = attention.keys(k, twice(position, position))
+    keys = token_layout.put_rows(keys, place, k)
+    values = token_layout.put_rows(values, place, v)
     places = jnp.broadcast_to(jnp.arange(2 * c)[None] % c, keys.shape[:2])
     filled = places < count[:, None]
     stored = Keys(keys, values, places, jnp.where(filled, 0, -1))
     y = _softmax_attention.attend_stored(
-      attention.queries(attention.q(x), position, jnp.where(valid, 0, -1)),
-      (stored, *attention.persistent_keys()),
+      attention.queries(q, position, jnp.where(valid, 0, -1)),
+      (stored, *persistent),
       chunk_size=attention.chunk_size,
     )
-    return attention.out(y), keys, values
+    return y, keys, values
+
+  def _place(self, state, q):
+    """A state, spread over devices as the queries of its rows are."""
+    if not any(sharding.spec_of(q)):
+      return state
+    shape, recalled = self.memory_mixer.shape, stored_axes(state.recalled)
+    memory = state_axes(self.memory, shape, 1, state.memory.memory)
+    memory = MixerState._make((*("b t n k",) * 3, memory))
+    axes = "b t n k", "b t n k", "b", recalled, "b t n k", memory
+    axes = MemoryAsContextState._make(axes)
+    return sharding.spread_like(state, axes, q, "b t n k")

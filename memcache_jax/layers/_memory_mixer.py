@@ -236,7 +236,7 @@ class MemoryMixer(Mixer):
     self, x: Float[Array, "b t d"], q: Float[Array, "b t n k"], memory: State
   ) -> Float[Array, "b t d"]:
     """What the layer returns of what `Memory.snapshot` returned; no writing."""
-    y = self.memory.read(self._memory_params(), memory, q)
+    y = _spread.read(self.memory, self._memory_params(), memory, q)
     return self._output(x, y.astype(q.dtype))
 
   def watch_selection(

@@ -137,6 +137,8 @@ class ShortConv(nnx.Module):
 
   def _continue(self, kernel, x, state, starts, count):
     """Convolves what comes after a state; returns y and the next one."""
+    if any(spec := sharding.spec_of(x)):
+      state = jax.reshard(state, jax.P(*spec))
     age = None
     if starts is not None:
       # Old enough to see all of the state, which is zero where there was none.

@@ -21,23 +21,26 @@ def param_axes(params: Params) -> PyTree:
   return jax.tree.map(lambda x: " ".join("n" + "_" * (x.ndim - 1)), params)
 
 
+def stored_axes(stored: State) -> PyTree:
+  """Letters of the axes of what `Memory.snapshot` returns: rows, then heads."""
+  return jax.tree.map(lambda x: " ".join("bn" + "_" * (x.ndim - 2)), stored)
+
+
 def state_axes(
-  memory: Any, tokens: Tokens, state: State | None = None
+  memory: Any, shape: HeadShape, length: int, state: State | None = None
 ) -> PyTree:
   """Letters of the axes of a state, seen by what changes with which size.
 
-  A state with more room than this call needs may have parts that one of just
-  that room would not have.
+  A state with more room than a call of this length needs may have parts that
+  one of just that room would not have.
   """
-  axes = _axes_with_room(memory, tokens, tokens.q.shape[1])
+  axes = _axes_with_room(memory, shape, length)
   if state is None or jax.tree.structure(axes) == jax.tree.structure(state):
     return axes
-  return _axes_with_room(memory, tokens, _LONG)
+  return _axes_with_room(memory, shape, _LONG)
 
 
-def _axes_with_room(memory, tokens, length):
-  shape = tokens.head_shape
-
+def _axes_with_room(memory, shape, length):
   def sizes(batch, heads):
     inner = HeadShape(heads, *shape[1:])
 

@@ -8,13 +8,13 @@ import jax
 
 from memcache_jax import sharding
 from memcache_jax.array_typing import Array, Float, Params, State
-from memcache_jax.memories._base import (
-  Memory,
-  Tokens,
+from memcache_jax.memories._axes import (
   param_axes,
   state_axes,
+  stored_axes,
   token_axes,
 )
+from memcache_jax.memories._base import Memory, Tokens
 from memcache_jax.memories._watch import Watched
 from memcache_jax.memories._watch import watch as watch_memory
 
@@ -37,6 +37,18 @@ def inspect(
   )
 
 
+def read(
+  memory: Memory, params: Params, stored: State, q: Float[Array, "b t n k"]
+) -> Float[Array, "b t n v"]:
+  """`memory.read`, in the same way."""
+  return sharding.over_devices(
+    lambda q, params, stored: memory.read(params, stored, q),
+    (q, params, stored),
+    ("b t n k", param_axes(params), stored_axes(stored)),
+    "b t n v",
+  )
+
+
 def watch(memory: Memory, params: Params, tokens: Tokens) -> Watched:
   """`memories.watch`, in the same way."""
   watched = lambda tokens, params: watch_memory(memory, params, tokens)
@@ -54,7 +66,7 @@ def _run(function, memory, params, state, tokens, of_y, *others):
   """A function that returns y, the state, and others, on each device's own."""
   if not any(sharding.spec_of(tokens.q)):
     return function(params, state, tokens)
-  of_state = state_axes(memory, tokens, state)
+  of_state = state_axes(memory, tokens.head_shape, tokens.q.shape[1], state)
   return sharding.over_devices(
     lambda tokens, params, state: function(params, state, tokens),
     (tokens, params, state),

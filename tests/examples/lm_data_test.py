@@ -7,7 +7,9 @@ import lzma
 from collections import Counter
 from dataclasses import replace
 
+import chex
 import grain
+import jax
 import numpy as np
 import pyarrow
 import pyarrow.parquet
@@ -17,7 +19,7 @@ import tokenizers as hf
 from array_record.python import array_record_module
 
 from examples.lm import data, sources, tokenizers, train_tokenizer
-from examples.lm.packing import Aligned, FirstFit, Place, Rows
+from examples.lm.packing import Aligned, Batch, FirstFit, Place, Rows
 from examples.lm.settings import DataSettings, ModelSettings, Settings
 from examples.workdir import InputError
 
@@ -221,12 +223,16 @@ def text_of(read, row) -> str:
   return tokenizers.ByteTokenizer().decode(np.concatenate(ids))
 
 
+# Rows of every process.
+HOSTS = [[0, 1, 2, 3]], [[0, 1], [2, 3]], [[0], [1], [2], [3]]
+
+
 @pytest.mark.parametrize("count", [103, 1003])
 def test_every_document_once_for_any_number_of_processes(count):
   texts = tagged(count)
   options = settings(length=64)
   expected = None
-  for hosts in ([[0, 1, 2, 3]], [[0, 1], [2, 3]], [[0], [1], [2], [3]]):
+  for hosts in HOSTS:
     for prefetch in (0, 2):
       read = [
         list(batches(texts, options, rows, endless=False, prefetch=prefetch))
@@ -261,27 +267,39 @@ def test_every_pass_has_every_document_once_in_another_order():
   assert all(orders)
 
 
+def whole(run) -> Batch:
+  """The next batch, of the rows of all processes of a run."""
+  return jax.tree.map(lambda *rows: np.concatenate(rows), *map(next, run))
+
+
 @pytest.mark.parametrize("prefetch", [0, 2])
 @pytest.mark.parametrize("name", PACKINGS)
-def test_the_same_batches_after_a_restart(name, prefetch):
+def test_the_same_batches_after_a_restart_with_any_number_of_processes(
+  name, prefetch
+):
   options = settings(data=DataSettings(align=4, packing=name, max_documents=3))
-  texts = tagged(40)
-  make = lambda rows: batches(texts, options, rows, prefetch=prefetch)
-  run = make(range(4))
-  for _ in range(3):
-    next(run)
-  places = json.loads(json.dumps(run.get_state()))["places"]
-  expected = [next(run) for _ in range(30)]
-  # Each half in a process of its own.
-  for rows in ([0, 1], [2, 3]):
-    other = make(rows)
-    other.set_state({"places": [places[row] for row in rows]})
+  texts = tagged(20)
+  start = lambda hosts: [
+    batches(texts, options, rows, prefetch=prefetch) for rows in hosts
+  ]
+  close = lambda run: [process.close() for process in run]
+  saved = []
+  for hosts in HOSTS:
+    run = start(hosts)
+    for _ in range(3):
+      whole(run)
+    saved.append(sum((process.get_state()["places"] for process in run), []))
+    expected = [whole(run) for _ in range(8)]  # and the next pass
+    close(run)
+  assert saved == saved[:1] * 3
+  places = json.loads(json.dumps(saved[0]))
+  for hosts in HOSTS:
+    run = start(hosts)
+    for process, rows in zip(run, hosts, strict=True):
+      process.set_state({"places": [places[row] for row in rows]})
     for batch in expected:
-      got = next(other)
-      for field, value in vars(got).items():
-        np.testing.assert_array_equal(value, getattr(batch, field)[rows])
-    other.close()
-  run.close()
+      chex.assert_trees_all_equal(whole(run), batch)
+    close(run)
 
 
 def test_what_cannot_be_batched():

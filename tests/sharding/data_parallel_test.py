@@ -1,6 +1,7 @@
 """Rows spread over eight devices: the same numbers, and no hidden gathers."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,6 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from memcache_jax import sharding
 from memcache_jax.caching import (
   Cached,
   Constant,
@@ -67,26 +67,20 @@ def test_policies_over_eight_devices(policy):
   assert_close(jax.device_get(got), jax.device_get(expected))
 
 
-@pytest.mark.parametrize(
-  "layer",
-  [
-    _mixer(Cached(DecayedLinear(), Logarithmic(4))),
-    MemoryAsContext(
-      DIM, HEADS, DecayedLinear(), segment_length=4, rngs=nnx.Rngs(0)
-    ),
-  ],
-  ids=("logarithmic", "context"),
-)
-def test_states_over_eight_devices(layer):
-  x = np.random.default_rng(0).standard_normal((BATCH, 12, DIM))
-  x = x.astype(np.float32)
+def _inputs(length):
+  x = np.random.default_rng(0).standard_normal((BATCH, length, DIM))
+  return x.astype(np.float32)
 
-  @jax.jit
-  def run(layer, x):
-    state = sharding.rows_like(layer.init_state(BATCH, 64), x)
-    first, state = layer(x[:, :9], state)
-    return first, *layer(x[:, 9:], state)
 
+def _in_two_calls(layer, x):
+  first, state = layer(x[:, :9], layer.init_state(BATCH, 64))
+  second, state = layer(x[:, 9:], state)
+  return jnp.concatenate([first, second], axis=1), state
+
+
+def test_states_over_eight_devices():
+  run, x = jax.jit(_in_two_calls), _inputs(12)
+  layer = _mixer(Cached(DecayedLinear(), Logarithmic(4)))
   expected = run(layer, x)
   explicit = (jax.sharding.AxisType.Explicit,)
   mesh = jax.make_mesh((8,), ("data",), axis_types=explicit)
@@ -95,6 +89,42 @@ def test_states_over_eight_devices(layer):
     everywhere = jax.NamedSharding(mesh, jax.P())
     got = run(jax.device_put(layer, everywhere), rows)
   assert_close(jax.device_get(got), jax.device_get(expected))
+
+
+def test_context_over_rows_and_heads():
+  layer = MemoryAsContext(
+    DIM, HEADS, DecayedLinear(), segment_length=4, rngs=nnx.Rngs(0)
+  )
+  graphdef, params, rest = nnx.split(layer, nnx.Param, ...)
+
+  @jax.jit
+  @functools.partial(jax.value_and_grad, argnums=(0, 1), has_aux=True)
+  def step(params, x):
+    y, state = _in_two_calls(nnx.merge(graphdef, params, rest), x)
+    return jnp.mean(jnp.sin(y)), (y, state)
+
+  x = _inputs(12)
+  expected = step(params, x)
+  explicit = (jax.sharding.AxisType.Explicit,) * 2
+  mesh = jax.make_mesh((4, 2), ("data", "tensor"), axis_types=explicit)
+
+  def place(x):
+    spec = ("tensor" if size == HEADS else None for size in x.shape)
+    return jax.device_put(x, jax.NamedSharding(mesh, jax.P(*spec)))
+
+  with jax.set_mesh(mesh):
+    rows = jax.device_put(x, jax.NamedSharding(mesh, jax.P("data")))
+    got = step(jax.tree.map(place, params), rows)
+  state = got[0][1][1]
+  assert state.keys.sharding.spec == jax.P("data", None, "tensor", None)
+  assert_close(jax.device_get(got), jax.device_get(expected), 1e-5)
+
+
+@functools.cache
+def _on_one_device(memory):
+  step, params = _step(_mixer(memory))
+  x = _inputs(LENGTH)
+  return step, params, x, step(params, x)
 
 
 @pytest.mark.parametrize("axis_type", AXIS_TYPES)
@@ -110,18 +140,14 @@ def test_states_over_eight_devices(layer):
 )
 def test_batch_over_eight_devices(memory, axis_type):
   assert jax.device_count() == 8
-  x = np.random.default_rng(0).standard_normal((BATCH, LENGTH, DIM))
-  x = x.astype(np.float32)
-  step, params = _step(_mixer(memory))
-  expected = step(params, x)
-
+  step, params, x, expected = _on_one_device(memory)
   mesh = jax.make_mesh((8,), ("data",), axis_types=(AXIS_TYPES[axis_type],))
   with jax.set_mesh(mesh):
     rows = jax.device_put(x, jax.NamedSharding(mesh, jax.P("data")))
     everywhere = jax.NamedSharding(mesh, jax.P())
     params = jax.tree.map(lambda p: jax.device_put(p, everywhere), params)
-    got = step(params, rows)
-    text = step.lower(params, rows).compile().as_text()
+    compiled = step.lower(params, rows).compile()
+    got, text = compiled(params, rows), compiled.as_text()
   assert got[0][1].sharding.spec[0] == "data"
   assert_close(jax.device_get(got), jax.device_get(expected))
   assert "all-gather" not in text

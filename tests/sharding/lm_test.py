@@ -78,11 +78,17 @@ def step(index, state, seed):
     return train_step(state, data)
 
 
-def test_memory_as_context_keeps_its_heads_together():
+def test_memory_as_context_is_traced_over_rows_and_heads():
+  """Under Explicit axes what does not fit together shows before compiling."""
   model = replace(SETTINGS.model, family="titans_mac", caching="none")
-  mesh = sharding.make_mesh(MeshSettings(fsdp=4, tensor=2))
-  with pytest.raises(InputError, match="mesh.tensor must be 1 .*: got 2"):
-    sharding.layout(replace(SETTINGS, model=model), mesh)
+  settings = replace(SETTINGS, model=model)
+  mesh = prepared(0)[0].mesh
+  with jax.set_mesh(mesh), jax.numpy_dtype_promotion("standard"):
+    layout = sharding.layout(settings, mesh)
+    state = sharding.on_mesh(sharding.abstract_state(settings), layout.state)
+    rows = sharding.abstract_batch(settings)
+    rows = sharding.on_mesh(rows, jax.tree.map(lambda _: layout.batch, rows))
+    training.compiled(settings, layout)[0].trace(state, rows)
 
 
 def test_eight_then_four_then_one_device_equal_one(tmp_path):
