@@ -4,24 +4,30 @@ python -m examples.benchmarks.gpu_check
 
 This needs a GPU of NVIDIA and ``pip install "memcache-jax[cuda]"``: it says so
 and stops where there is none. Every call is first compared with the
-definition, token by token, in values and all gradients, at a length that the
-definition can take; then with the XLA form at the length that is timed. What
-differs is not timed: the run ends with an error.
+definition, in values and all gradients, at a length that the definition can
+take; then with the XLA form at the length that is timed. What differs is not
+timed: the run ends with an error.
+
+``--interpret`` needs none: it compares short calls in float32 with the
+definition, with kernels that are simulated, and times nothing.
 """
 
 import argparse
 import functools
+import importlib
 import json
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
 
 import jax
 import jax.numpy as jnp
 
 from examples.benchmarks import machine
-from memcache_jax import ops
+from examples.benchmarks.gpu_calls import OPS, Case, call_of
 from memcache_jax.testing import assert_close
 
-HEADS = 8
 # Relative error of two results that round differently; the XLA form may also
 # round operands of products of float32.
 TOLERANCE = {
@@ -30,61 +36,69 @@ TOLERANCE = {
   ("bfloat16", "reference"): 3e-2,
   ("bfloat16", "xla"): 3e-2,
 }
-SIZES = [
-  {"dtype": dtype, "width": width}
+CASES = [
+  Case(op, width, dtype, **options)
+  for op in OPS
   for dtype in ("bfloat16", "float32")
   for width in (64, 96, 128, 256)
-]
-CASES = [
-  {"op": "cached_linear_attention", **sizes, "write_mode": mode, "length": c}
-  for sizes in SIZES
-  for mode, c in (("independent", 256), ("checkpoint", 64))
-]
-CASES += [
-  {"op": op, **sizes, "length": 256}
-  for op in ("cache_read", "delta_rule")
-  for sizes in SIZES
-]
-
-
-def arrays_of(case: dict, tokens: int) -> dict[str, jax.Array]:
-  """Unit queries and keys, gates in [0, 1]; decays but in independent mode."""
-  keys = iter(jax.random.split(jax.random.key(0), 7))
-  normal = lambda *axes: jax.random.normal(next(keys), axes)
-  gate = lambda *axes: jax.nn.sigmoid(normal(*axes))
-  tall, width = (1, tokens, HEADS), case["width"]
-  states = -(-tokens // case["length"])
-  unit = lambda x: x / jnp.linalg.norm(x, axis=-1, keepdims=True)
-  arrays = {name: unit(normal(*tall, width)) for name in "qk"}
-  arrays["v"] = normal(*tall, width)
-  arrays = {name: x.astype(case["dtype"]) for name, x in arrays.items()}
-  if case["op"] == "cache_read":
-    return {
-      "q": arrays["q"],
-      "states": normal(1, states, HEADS, width, width),
-      "weights": gate(*tall, states),
-    }
-  if case["op"] == "delta_rule":
-    arrays["beta"] = gate(*tall)
-  else:
-    arrays["weights"] = gate(*tall, states)
-    arrays["own_weight"] = gate(*tall)
-  if case.get("write_mode") != "independent":
-    arrays["log_decay"] = 0.1 * jnp.log(gate(*tall))
-  if case.get("write_mode") == "checkpoint":
-    arrays["write"] = gate(*tall)
-  return arrays
-
-
-def program(case: dict, implementation: str, gradients: bool):
-  """The compiled call: outputs, or outputs and the gradients of all arrays."""
-  options = {}
-  if "write_mode" in case:
-    options["write_mode"] = case["write_mode"]
-    options["segment_length"] = case["length"]
-  run = functools.partial(
-    getattr(ops, case["op"]), **options, implementation=implementation
+  for options in (
+    [{"write_mode": "independent"}, {"length": 64}]
+    if op == "cached_linear_attention"
+    else [{}]
   )
+  # Networks that train as they read stay in registers.
+  if op != "mlp_memory" or width <= 64
+]
+INTERPRETED = [
+  Case(op, 64, "float32", length=16, tokens=37, heads=2) for op in OPS
+]
+# What runs the kernels.
+KERNELS = {
+  "cache_read.triton": ("fwd",),
+  "cache_read.triton_selected": ("fwd", "bwd"),
+  "cache_read.triton_vjp": ("bwd",),
+  "delta_rule.triton": ("fwd",),
+  "delta_rule.triton_vjp": ("bwd",),
+  "linear_attention.triton": ("fwd",),
+  "linear_attention.triton_vjp": ("bwd",),
+  "mlp_memory.triton": ("fwd",),
+  "mlp_memory.triton_batches": ("fwd",),
+  "mlp_memory.triton_selected": ("fwd", "bwd"),
+  "mlp_memory.triton_vjp": ("bwd",),
+}
+
+
+def arrays_of(case: Case):
+  """Unit queries and keys; what there is of gates, matrices and networks."""
+  paths, tree = jax.tree_util.tree_flatten_with_path(call_of(case)[1])
+  keys = jax.random.split(jax.random.key(0), len(paths))
+  arrays = [
+    _numbers(path[-1].key, x.shape, key).astype(x.dtype)
+    for (path, x), key in zip(paths, keys, strict=True)
+  ]
+  return jax.tree.unflatten(tree, arrays)
+
+
+def _numbers(name, shape, key):
+  normal = jax.random.normal(key, shape)
+  match name:
+    case "q" | "k":
+      return normal / jnp.linalg.norm(normal, axis=-1, keepdims=True)
+    case "v":
+      return normal
+    case "weights" | "own_weight" | "write" | "beta" | "momentum":
+      return jax.nn.sigmoid(normal)
+    case "step":
+      return jax.nn.sigmoid(normal) / 8
+    case "log_decay":
+      return 0.1 * jax.nn.log_sigmoid(normal)
+    case _:
+      return normal / shape[-2] ** 0.5
+
+
+def program(case: Case, implementation: str, gradients: bool):
+  """The compiled call: outputs, or outputs and the gradients of all arrays."""
+  run = functools.partial(call_of(case)[0], implementation=implementation)
 
   def loss(arrays):
     outputs = jax.tree.leaves(run(**arrays))
@@ -100,14 +114,14 @@ def program(case: dict, implementation: str, gradients: bool):
   return jax.jit(lambda arrays: run(**arrays))
 
 
-def compare(case: dict, tokens: int, other: str) -> None:
+def compare(case: Case, other: str) -> None:
   """Ends the run where the kernel differs from another implementation."""
-  arrays = arrays_of(case, tokens)
-  got = program(case, "triton", True)(arrays)
+  arrays = arrays_of(case)
+  got = program(case, "triton", case.differentiated)(arrays)
   if other == "reference":  # of the same numbers, nothing rounded after
-    arrays = {name: x.astype(jnp.float32) for name, x in arrays.items()}
-  expected = program(case, other, True)(arrays)
-  tolerance = TOLERANCE[case["dtype"], other]
+    arrays = jax.tree.map(lambda x: x.astype(jnp.float32), arrays)
+  expected = program(case, other, case.differentiated)(arrays)
+  tolerance = TOLERANCE[case.dtype, other]
   assert_close(jax.device_get(got), jax.device_get(expected), tolerance)
 
 
@@ -122,28 +136,61 @@ def milliseconds(call, arrays, repeats: int = 20) -> float:
   return sorted(times)[repeats // 2] * 1e3
 
 
+@contextmanager
+def interpreted() -> Iterator[None]:
+  """Simulates the kernels."""
+  kept = []
+  for name, functions in KERNELS.items():
+    module = importlib.import_module(f"memcache_jax.pallas_kernels.{name}")
+    for function in functions:
+      run = getattr(module, function)
+      kept.append((module, function, run))
+      setattr(module, function, functools.partial(run, interpret=True))
+  try:
+    yield
+  finally:
+    for module, function, run in kept:
+      setattr(module, function, run)
+
+
+def check_interpreted() -> None:
+  for case in INTERPRETED:
+    with interpreted():
+      compare(case, "reference")
+    print(json.dumps(asdict(case)), flush=True)
+
+
+def check_and_time(case: Case, tokens: int) -> None:
+  compare(replace(case, tokens=4 * case.length + 37), "reference")
+  case = replace(case, tokens=tokens)
+  compare(case, "xla")
+  arrays, row = arrays_of(case), asdict(case)
+  for gradients in (False, True) if case.differentiated else (False,):
+    times = {
+      name: milliseconds(program(case, name, gradients), arrays)
+      for name in ("triton", "xla")
+    }
+    row["gradients ms" if gradients else "forward ms"] = {
+      name: round(x, 3) for name, x in times.items()
+    }
+  print(json.dumps(row), flush=True)
+
+
 def main(argv: list[str] | None = None) -> None:
   parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
   parser.add_argument("--tokens", type=int, default=8192, help="timed")
   parser.add_argument("--cases", type=int, default=len(CASES))
+  parser.add_argument("--interpret", action="store_true", help="simulate")
   options = parser.parse_args(argv)
+  if options.interpret:
+    check_interpreted()
+    return
   device = jax.devices()[0]
   if device.platform != "gpu":
     raise SystemExit(f"This needs a GPU: jax has found {device}.")
   print(json.dumps({**machine.describe(), "gpu": device.device_kind}))
   for case in CASES[: options.cases]:
-    compare(case, 4 * case["length"] + 37, "reference")
-    compare(case, options.tokens, "xla")
-    arrays, row = arrays_of(case, options.tokens), dict(case)
-    for gradients in (False, True):
-      times = {
-        name: milliseconds(program(case, name, gradients), arrays)
-        for name in ("triton", "xla")
-      }
-      row["gradients ms" if gradients else "forward ms"] = {
-        name: round(x, 3) for name, x in times.items()
-      }
-    print(json.dumps(row), flush=True)
+    check_and_time(case, options.tokens)
 
 
 if __name__ == "__main__":

@@ -13,23 +13,23 @@ launches it. None of it says how fast a kernel is, or whether it is right.
 """
 
 import argparse
-import functools
 import importlib.util
 import os
 import re
 import shutil
 import subprocess
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
+from jax.experimental import topologies
+from jax.sharding import SingleDeviceSharding
+
 from examples.benchmarks import readme
+from examples.benchmarks.gpu_calls import OPS, Case, call_of
 
 README = Path(__file__).parents[2] / "pallas_kernels" / "README.md"
-OPS = (
-  *("cached_linear_attention", "cache_read", "selected_read", "delta_rule"),
-  "read_networks",
-)
 ARCHITECTURE = "sm_90a"
 # What XLA wants to know of the GPU that it compiles for.
 H100 = """
@@ -58,148 +58,31 @@ gpu_device_info {
 """
 
 
-@dataclass(frozen=True)
-class Case:
-  """One call: 8 heads, checkpoint mode, everything decays.
-
-  Attributes:
-    width: of keys and values.
-    dtype: of these.
-    length: tokens of a segment, for each of which there is a state to read.
-    tokens: of the call.
-    carried: memories carried into it; with any, what a document starts with.
-  """
-
-  width: int
-  dtype: str = "bfloat16"
-  length: int = 256
-  tokens: int = 4096
-  carried: int = 0
-
-  @property
-  def name(self) -> str:
-    return f"{self.width} {self.dtype}"
+SIZES = [
+  *((width, "bfloat16") for width in (64, 96, 128, 256)),
+  (128, "float32"),
+]
 
 
-CASES = [Case(64), Case(96), Case(128), Case(256), Case(128, "float32")]
-
-
-def compile_for_h100(case: Case, op: str = OPS[0]):
-  """The program of a call, with all gradients."""
-  import jax
-  import jax.numpy as jnp
-  from jax.experimental import topologies
-
+def compile_for_h100(case: Case):
+  """The program of a call, with all gradients that are kernels."""
   device = topologies.get_topology_desc(
     platform="cuda",
     topology_name="h100",
     target_config=H100,
     topology="1x1x1",
   ).devices[0]
-  sharding = jax.sharding.SingleDeviceSharding(device)
-  array = lambda *shape, dtype=jnp.float32: jax.ShapeDtypeStruct(
-    shape, dtype, sharding=sharding
-  )
-  of_op, arrays = _CALLS[op](case, array)
+  sharding = SingleDeviceSharding(device)
+  of_op, arrays = call_of(case)
+  arrays = jax.tree.map(lambda x: x.update(sharding=sharding), arrays)
   run = lambda arrays: of_op(**arrays, implementation="triton")
 
   def loss(arrays):
     outputs = jax.tree.leaves(run(arrays))
     return sum(jnp.sum(x.astype(jnp.float32) ** 2) for x in outputs)
 
-  return jax.jit(jax.grad(loss)).lower(arrays).compile()
-
-
-def _cached_linear_attention(case: Case, array):
-  from memcache_jax.ops import cached_linear_attention
-
-  t, d, carried = case.tokens, case.width, case.carried
-  arrays = {name: array(1, t, 8, d, dtype=case.dtype) for name in "qkv"}
-  arrays["weights"] = array(1, t, 8, carried - (-t // case.length))
-  for name in ("own_weight", "log_decay", "write"):
-    arrays[name] = array(1, t, 8)
-  if carried:
-    arrays["memories"] = array(1, carried, 8, d, d)
-    arrays["state"] = array(1, 8, d, d)
-  options = dict(segment_length=case.length, write_mode="checkpoint")
-  return functools.partial(cached_linear_attention, **options), arrays
-
-
-def _cache_read(case: Case, array):
-  from memcache_jax.ops import cache_read
-
-  t, d, states = (
-    case.tokens,
-    case.width,
-    case.carried - (-case.tokens // case.length),
-  )
-  return cache_read, {
-    "q": array(1, t, 8, d, dtype=case.dtype),
-    "states": array(1, states, 8, d, d),
-    "weights": array(1, t, 8, states),
-  }
-
-
-def _selected_read(case: Case, array):
-  """Of two each."""
-  import jax.numpy as jnp
-
-  from memcache_jax.ops.cache_read import selected_read
-
-  _, arrays = _cache_read(case, array)
-  arrays["weights"] = array(1, case.tokens, 8, 2)
-
-  def run(weights, **arrays):
-    index, xla = weights.astype(jnp.int32), lambda *_: None  # does not run
-    return selected_read(weights=weights, index=index, xla=xla, **arrays)
-
-  return run, arrays
-
-
-def _read_networks(case: Case, array):
-  """MLPs of the library; of a width that a norm cannot have without it."""
-  import jax
-
-  from memcache_jax.ops.mlp_memory import MLP, read_networks
-
-  d, _, arrays = case.width, *_cache_read(case, array)
-  network = MLP(norm=not d & (d - 1))
-  slots = arrays.pop("states").shape[1]
-  arrays["memories"] = {
-    "w_in": array(1, slots, 8, d, 4 * d),
-    "w_out": array(1, slots, 8, 4 * d, d),
-  }
-  static = jax.eval_shape(lambda: network.static_params(8, d))
-  arrays["params"] = {name: array(*x.shape) for name, x in static.items()}
-  return functools.partial(read_networks, network), arrays
-
-
-def _delta_rule(case: Case, array):
-  import jax.numpy as jnp
-
-  from memcache_jax.ops import delta_rule
-
-  t, d = case.tokens, case.width
-  arrays = {name: array(1, t, 8, d, dtype=case.dtype) for name in "qkv"}
-  arrays |= {name: array(1, t, 8) for name in ("beta", "log_decay")}
-  if not case.carried:
-    return delta_rule, arrays
-  arrays |= {"state": array(1, 8, d, d), "initial": array(8, d, d)}
-  starts = lambda beta: jnp.isnan(beta[..., 0])
-
-  def run(beta, **arrays):
-    return delta_rule(beta=beta, starts=starts(beta), **arrays)
-
-  return run, arrays
-
-
-_CALLS = {
-  "cached_linear_attention": _cached_linear_attention,
-  "cache_read": _cache_read,
-  "selected_read": _selected_read,
-  "delta_rule": _delta_rule,
-  "read_networks": _read_networks,
-}
+  program = jax.grad(loss) if case.differentiated else run
+  return jax.jit(program).lower(arrays).compile()
 
 
 def assembler() -> str:
@@ -243,13 +126,16 @@ def launches(sequence: str) -> dict[str, tuple[int, int]]:
   }
 
 
-def measure(case: Case, dump: Path) -> dict[str, str]:
+def measure(width: int, dtype: str, dump: Path) -> dict[str, str]:
   """A column of the table: what each kernel takes."""
   worst = {}
   for op in OPS:
     for path in dump.glob("*"):
       path.unlink()
-    compile_for_h100(case, op)
+    try:
+      compile_for_h100(Case(op, width, dtype))
+    except NotImplementedError:  # of such a width
+      continue
     [sequence] = dump.glob("*thunk_sequence.txt")
     launched, prefix = launches(sequence.read_text()), f"memcache_{op}_"
     for ptx in dump.glob("*.ptx"):
@@ -273,17 +159,19 @@ def main(argv: list[str] | None = None) -> None:
   parser.add_argument("--readme", action="store_true", help="put it there")
   options = parser.parse_args(argv)
   dump = Path(tempfile.mkdtemp(prefix="gpu_resources_"))
-  # Before jax is imported, which happens in the functions above.
+  # Before anything is compiled.
   os.environ |= {
-    "JAX_PLATFORMS": "cpu",
     "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
     "XLA_FLAGS": f"--xla_dump_to={dump}",
   }
-  columns = {case.name: measure(case, dump) for case in CASES}
+  jax.config.update("jax_platforms", "cpu")
+  columns = {
+    f"{width} {dtype}": measure(width, dtype, dump) for width, dtype in SIZES
+  }
   kernels = sorted(set().union(*columns.values()))
   lines = [["kernel", *columns], ["---"] * (1 + len(columns))]
   lines += [
-    [kernel, *(column[kernel] for column in columns.values())]
+    [kernel, *(column.get(kernel, "") for column in columns.values())]
     for kernel in kernels
   ]
   table = "\n".join(f"| {' | '.join(line)} |" for line in lines)

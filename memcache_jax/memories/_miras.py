@@ -233,7 +233,7 @@ class Miras(Memory):
       *(self.architecture, params, memories, self._map(params, q)),
       *(index, weights),
       xla=in_tiles,
-      implementation=of_op(self.implementation, "mosaic_tpu"),
+      implementation=of_op(self.implementation, "mosaic_tpu", "triton"),
     )
 
   def scan(

@@ -50,13 +50,11 @@ class Plan(NamedTuple):
 
   Attributes:
     widths: of keys and values.
-    selected: states of each token.
     config: the pieces.
     interpret: run without a GPU.
   """
 
   widths: tuple[int, int]
-  selected: int
   config: SelectedTritonConfig
   interpret: bool
 
@@ -163,25 +161,24 @@ def bwd(
 
 def _prepare(q, states, weights, tiles: Tiles, config, interpret):
   widths = states.shape[-2], states.shape[-1]
-  selected = weights.shape[1] // q.shape[1]
-  plan = Plan(widths, selected, config, interpret)
+  plan = Plan(widths, config, interpret)
   return plan, {"q": q, "states": states, "weights": weights} | tiles._asdict()
 
 
-def tokens_and_pairs(x, tile, plan: Plan) -> tuple[Places, Places]:
-  """Those at the places of a tile."""
-  size = plan.config.tile
+def tokens_and_pairs(x, tile, size: int) -> tuple[Places, Places]:
+  """Those at the places of a tile of a size."""
   pair = load(x["pair"], Span(tile * size, size))
-  token = jnp.where(pair < 0, -1, jax.lax.div(pair, plan.selected))
+  of_token = x["weights"].shape[0] // x["q"].shape[0]
+  token = jnp.where(pair < 0, -1, jax.lax.div(pair, of_token))
   return Places(token), Places(pair)
 
 
-def _for_used_tile(body, x, tile, plan: Plan):
+def for_used_tile(body, x, tile, size: int) -> None:
   """Calls it with tokens and pairs, unless there are none."""
 
-  @pl.when(load(x["pair"], tile * plan.config.tile) >= 0)
+  @pl.when(load(x["pair"], tile * size) >= 0)
   def _():
-    body(*tokens_and_pairs(x, tile, plan))
+    body(*tokens_and_pairs(x, tile, size))
 
 
 def _read_kernel(x, out, *, plan: Plan):
@@ -196,7 +193,7 @@ def _read_kernel(x, out, *, plan: Plan):
     gate = load(x["weights"], pairs)[:, None]
     store(out["reads"], gate * value, pairs, columns)
 
-  _for_used_tile(read, x, tile, plan)
+  for_used_tile(read, x, tile, plan.config.tile)
 
 
 def _read_vjp_kernel(x, out, *, plan: Plan):
@@ -213,7 +210,7 @@ def _read_vjp_kernel(x, out, *, plan: Plan):
     gate = load(x["weights"], pairs)[:, None]
     store(out["q"], gate * back, pairs, columns)
 
-  _for_used_tile(read, x, tile, plan)
+  for_used_tile(read, x, tile, plan.config.tile)
 
 
 def _states_vjp_kernel(x, out, *, plan: Plan):
@@ -223,7 +220,7 @@ def _states_vjp_kernel(x, out, *, plan: Plan):
   columns = part(pl.program_id(0) % across, plan.columns(v), v)
 
   def add(tile, total):
-    tokens, pairs = tokens_and_pairs(x, tile, plan)
+    tokens, pairs = tokens_and_pairs(x, tile, plan.config.tile)
     queries = load(x["q"], tokens, rows)
     gated = load(x["weights"], pairs)[:, None] * queries.astype(jnp.float32)
     d_y = load(x["d_y"], tokens, columns)

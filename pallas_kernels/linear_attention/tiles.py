@@ -39,9 +39,13 @@ class Places(NamedTuple):
 
 
 def whole(width: int) -> Span:
-  """All of a width."""
-  size = pl.next_power_of_2(width)
+  """All of a width; as many places as a side of a product has at least."""
+  size = _side(width)
   return Span(0, size, None if width == size else width)
+
+
+def _side(width: int) -> int:
+  return max(pl.next_power_of_2(width), 16)
 
 
 def part(index, size: int, width: int) -> Span:
@@ -139,7 +143,17 @@ def parts_of_head(of, x) -> pl.BlockSpec:
   )
 
 
+def blocks_of_head(x) -> pl.BlockSpec:
+  """The same of [g b n ...], all blocks g."""
+  sides = map(_side, x.shape[3:])
+  zeros = (0,) * (x.ndim - 3)
+  return pl.BlockSpec(
+    (x.shape[0], None, None, *sides), lambda i, j, n, b: (0, b, n, *zeros)
+  )
+
+
 _SPECS: dict[str, Callable[[Any], pl.BlockSpec]] = {
+  "blocks": blocks_of_head,
   "scalars": numbers_of_head,
   "numbers": functools.partial(parts_of_head, numbers_of_head),
   "parts": functools.partial(parts_of_head, of_head),

@@ -31,13 +31,13 @@ class Network(NamedTuple):
     forward: the network, as a function of how an affine map is computed, given
       its name and input, of static parameters by name, and of its input.
     loss_gradient: derivative of the inner loss, of the output and the value.
-    widths: of the output of each map, by its name.
+    maps: widths of the input and the output of each map, by its name.
     restarts: weights count from the start of the batch.
   """
 
   forward: Callable[..., jax.Array]
   loss_gradient: Callable[..., jax.Array]
-  widths: Mapping[str, int]
+  maps: Mapping[str, tuple[int, int]]
   restarts: bool
 
 
@@ -212,7 +212,7 @@ def _gradients(network, static, weights, k, v):
   """Inputs of every map, and derivatives of the loss after it."""
   zeros = {
     name: jnp.zeros((k.shape[0], width), jnp.float32)
-    for name, width in network.widths.items()
+    for name, (_, width) in network.maps.items()
   }
 
   def predict(shift):

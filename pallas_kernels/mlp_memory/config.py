@@ -1,7 +1,7 @@
 """Which calls the kernels take, and in what pieces."""
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 _MIB = 2**20
 _LANES = 128
@@ -13,6 +13,9 @@ _VMEM_LIMIT = (64 - 8) * _MIB
 _HIDDEN = 128 * 1024
 # Tokens of an inner batch: their scores are a register or a few.
 _COLUMNS = 256
+# The same on a GPU, and weights of a network: more would spill.
+_TRITON_COLUMNS = {"bfloat16": 32, "float32": 16}
+_HELD = 64 * 64
 # Networks whose gradients are taken together on a GPU: enough programs, and
 # not too many numbers in between.
 _TOGETHER = 8
@@ -130,6 +133,23 @@ def triton_gradient_config(call: Call) -> TritonConfig:
   return TritonConfig(rows=32, columns=32, warps=8, stages=stages)
 
 
+def for_selected(
+  config: TritonConfig, call: Call, selected: int
+) -> TritonConfig:
+  """The same for a few networks of each token, whose tokens fill tiles.
+
+  Args:
+    config: of reading all; as many rows as a network selected as often as
+      others has tokens, 16 at least.
+    call: its sizes.
+    selected: networks of each token.
+  """
+  rows = config.rows
+  while rows > 16 and rows * call.networks > call.tokens * selected:
+    rows //= 2
+  return replace(config, rows=rows)
+
+
 def networks_together(call: Call) -> int:
   """Of how many networks gradients are taken at a time; all or a divisor."""
   return max(i for i in range(1, _TOGETHER + 1) if call.networks % i == 0)
@@ -147,9 +167,7 @@ def triton_supports(call: Call, *, norm: bool) -> str | None:
   for name, width in (("key", call.k), ("value", call.v)):
     if width > 256:
       return f"its {name} width is up to 256: got {width}"
-  if norm and call.v & (call.v - 1):
-    return f"the width of a norm is a power of 2: got {call.v}"
-  return None
+  return _wrong_norm(call.v, norm)
 
 
 @dataclass(frozen=True)
@@ -172,20 +190,16 @@ class BatchesCall:
     k: key width.
     v: value width.
     dtype: of queries, keys and values.
-    tokens: of an inner batch.
     columns: tokens that it writes, those of a window before it included.
     networks: of what is carried along: weights, momentum, start of the batch.
-    documents: whether any may begin.
   """
 
   maps: tuple[tuple[int, int], ...]
   k: int
   v: int
   dtype: str
-  tokens: int
   columns: int
   networks: int
-  documents: bool
 
 
 def batches_config(call: BatchesCall) -> BatchesConfig:
@@ -194,8 +208,13 @@ def batches_config(call: BatchesCall) -> BatchesConfig:
   return BatchesConfig()
 
 
-def batches_supports(call: BatchesCall) -> str | None:
-  """Why the TPU kernel cannot take such a call; None if it can."""
+def batches_supports(call: BatchesCall, *, documents: bool) -> str | None:
+  """Why the TPU kernel cannot take such a call; None if it can.
+
+  Args:
+    call: its sizes.
+    documents: whether any may begin.
+  """
   if reason := _wrong_operands(call):
     return reason
   if call.columns > _COLUMNS:
@@ -203,7 +222,54 @@ def batches_supports(call: BatchesCall) -> str | None:
       f"an inner batch, with the window before it, has up to {_COLUMNS} "
       f"tokens: got {call.columns}"
     )
-  return _too_large(_vmem_of_batches(call))
+  return _too_large(_vmem_of_batches(call, documents))
+
+
+@dataclass(frozen=True)
+class BatchesTritonConfig:
+  """How the kernel for GPUs runs inner batches.
+
+  Attributes:
+    warps: of a program.
+    stages: iterations of a loop whose loads are on their way.
+  """
+
+  warps: int
+  stages: int
+
+
+def batches_triton_config(call: BatchesCall) -> BatchesTritonConfig:
+  """The pieces on a GPU, from the sizes alone."""
+  return BatchesTritonConfig(warps=8, stages=1)
+
+
+def batches_triton_supports(call: BatchesCall, *, norm: bool) -> str | None:
+  """Why the GPU kernel cannot take such a call; None if it can."""
+  if reason := _wrong_operands(call) or _wrong_norm(call.v, norm):
+    return reason
+  most = _TRITON_COLUMNS[call.dtype]
+  if call.columns > most:
+    return (
+      f"an inner batch, with the window before it, has up to {most} tokens in "
+      f"{call.dtype}: got {call.columns}"
+    )
+  held = sum(_power_of_2(i) * _power_of_2(o) for i, o in call.maps)
+  if held > _HELD:
+    return (
+      "weights and momentum stay in registers, which have room for networks of "
+      f"up to {_HELD} weights, as of 64 x 64: got {held}"
+    )
+  return None
+
+
+def _wrong_norm(width: int, norm: bool) -> str | None:
+  if norm and width != _power_of_2(width):
+    return f"the width of a norm is a power of 2: got {width}"
+  return None
+
+
+def _power_of_2(width: int) -> int:
+  return 1 << (width - 1).bit_length()
 
 
 def _wrong_operands(call: Call | BatchesCall) -> str | None:
@@ -260,12 +326,12 @@ def _vmem_of_gradients(call: Call, chosen: GradientConfig) -> int:
   return 4 * 5 * weights + chunk + chosen.tokens * token
 
 
-def _vmem_of_batches(call: BatchesCall) -> int:
+def _vmem_of_batches(call: BatchesCall, documents: bool) -> int:
   up = functools.partial(_round_up, multiple=_LANES)
   weights = sum(up(i) * up(o) for i, o in call.maps)
   # What is carried along comes in and goes out, each of two buffers, as do
   # weights of new documents; operands and what is written.
-  networks = 4 * call.networks + 2 * call.documents + 3
+  networks = 4 * call.networks + 2 * documents + 3
   widths = up(call.k) + up(call.v) + sum(up(i) + up(o) for i, o in call.maps)
   return 4 * (networks * weights + 4 * up(call.columns) * widths)
 

@@ -52,21 +52,19 @@ class Plan(NamedTuple):
 
   Attributes:
     network: what is read.
-    tokens: of the call.
     config: the pieces.
     interpret: run without a GPU.
   """
 
   network: Network
-  tokens: int
   config: TritonConfig
   interpret: bool
 
   def call(self, kernel, name, grid, arrays, outputs):
     """Runs a kernel of dicts of references, or of dicts of them."""
-    name = f"memcache_read_networks_{name}"
     return call(
-      *(functools.partial(kernel, plan=self), name, grid, arrays, outputs),
+      *(functools.partial(kernel, plan=self), f"memcache_{name}", grid),
+      *(arrays, outputs),
       config=self.config,
       interpret=self.interpret,
     )
@@ -98,10 +96,10 @@ def fwd(
     y [b t n v] float32.
   """
   b, t, n, _ = q.shape
-  plan = Plan(network, t, config, interpret)
+  plan = Plan(network, config, interpret)
   return plan.call(
     _read_kernel,
-    "read",
+    "read_networks_read",
     (pl.cdiv(t, config.rows), 1, n, b),
     {"q": q, "networks": networks, "static": static, "weights": weights},
     {"y": like(q, b, t, n, network.widths[2])},
@@ -112,12 +110,12 @@ class Tokens(NamedTuple):
   """Of a program.
 
   Attributes:
-    rows: where they are.
+    rows: where they are, a span or `Places`.
     queries: [c k].
     static: what networks need besides their maps [1 v].
   """
 
-  rows: Span
+  rows: Any
   queries: jax.Array
   static: dict[str, jax.Array]
 
@@ -136,7 +134,7 @@ def tokens_at(x, rows, plan: Plan) -> Tokens:
 
 def _read_kernel(x, out, *, plan: Plan):
   columns = whole(plan.network.widths[2])
-  rows = part(pl.program_id(0), plan.config.rows, plan.tokens)
+  rows = block_of_tokens(x, pl.program_id(0), plan)
   tokens = tokens_at(x, rows, plan)
 
   def visit(i, total):
@@ -146,6 +144,10 @@ def _read_kernel(x, out, *, plan: Plan):
   total = jnp.zeros((rows.size, columns.size), jnp.float32)
   total = jax.lax.fori_loop(0, count(x), visit, total)
   store(out["y"], total, rows, columns)
+
+
+def block_of_tokens(x, j, plan: Plan) -> Span:
+  return part(j, plan.config.rows, x["q"].shape[0])
 
 
 def count(x) -> int:

@@ -6,12 +6,15 @@ weights are made of: sums over tokens, in programs for some columns of the
 hidden layer of one network.
 """
 
+import functools
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from ..linear_attention.operands import like
-from ..linear_attention.tiles import dot, load, part, store, whole
+from ..linear_attention.tiles import Span, dot, load, store, whole
 from .config import TritonConfig
 from .network import Arrays, bias_name
 from .triton import (
@@ -20,6 +23,7 @@ from .triton import (
   Tokens,
   after_last,
   block_of,
+  block_of_tokens,
   blocks,
   count,
   first_maps,
@@ -62,12 +66,12 @@ def bwd(
   """
   b, t, n, _ = q.shape
   slots, width = weights.shape[3], network.widths[2]
-  plan = Plan(network, t, config, interpret)
+  plan = Plan(network, config, interpret)
   programs = pl.cdiv(t, config.rows)
   arrays = {"q": q, "networks": networks, "static": static}
   d = plan.call(
     _read_kernel,
-    "read_vjp",
+    "read_networks_read_vjp",
     (programs, 1, n, b),
     {**arrays, "weights": weights, "d_y": d_y},
     {
@@ -79,21 +83,13 @@ def bwd(
       },
     },
   )
-  outputs = {
-    name: like(q, *x.shape)
-    for name, x in networks.items()
-    if name != bias_name(network.last)
-  }
   d_networks = plan.call(
     _networks_kernel,
-    "networks_vjp",
+    "read_networks_networks_vjp",
     (blocks(plan), slots, n, b),
     {**arrays, "last": d["last"]},
-    {"networks": outputs},
+    {"networks": {name: like(q, *x.shape) for name, x in networks.items()}},
   )["networks"]
-  if bias_name(network.last) in networks:
-    d_last = jnp.sum(d["last"].astype(jnp.float32), 3)
-    d_networks[bias_name(network.last)] = d_last
   d_static = {name: jnp.sum(x, 0) for name, x in d["parts"].items()}
   return d["q"], d_networks, d_static, d["weights"]
 
@@ -101,25 +97,16 @@ def bwd(
 def _read_kernel(x, out, *, plan: Plan):
   key, _, value = plan.network.widths
   inner, columns = whole(key), whole(value)
-  rows = part(pl.program_id(0), plan.config.rows, plan.tokens)
+  rows = block_of_tokens(x, pl.program_id(0), plan)
   tokens = tokens_at(x, rows, plan)
   d_y = load(x["d_y"], rows, columns).astype(jnp.float32)
 
-  def visit(i, totals):
-    d_q, d_static = totals
-
-    def run(last, inputs, static):
-      here = tokens._replace(queries=inputs, static=static)
-      return after_last(last, here, plan)
-
-    last = last_map(x, i, tokens, plan)
-    read, pull = jax.vjp(run, last, tokens.inputs, tokens.static)
-    store(out["weights"], jnp.sum(read * d_y, 1), rows, i)
-    d_last, d_inputs, more = pull(gates(x, rows, i) * d_y)
-    d_last = d_last.astype(tokens.queries.dtype)
-    store(out["last"], d_last, i, rows, columns)
-    d_static = jax.tree.map(jnp.add, d_static, more)
-    return _to_inputs(x, i, tokens, d_last, d_q + d_inputs, plan), d_static
+  def visit(i, sums):
+    d_q, d_static = sums
+    d = pull(x, i, tokens, gates(x, rows, i), d_y, d_q, plan)
+    store(out["weights"], d.gates, rows, i)
+    store(out["last"], d.last, i, rows, columns)
+    return d.queries, jax.tree.map(jnp.add, d_static, d.static)
 
   d_q = jnp.zeros((rows.size, inner.size), jnp.float32)
   d_static = jax.tree.map(jnp.zeros_like, tokens.static)
@@ -127,6 +114,38 @@ def _read_kernel(x, out, *, plan: Plan):
   store(out["q"], d_q, rows, inner)
   for name, d in d_static.items():
     store(out["parts"][name], jnp.sum(d, 0), 0, columns)
+
+
+class Pulled(NamedTuple):
+  """Gradients of a gated read of one network.
+
+  Attributes:
+    queries: [c k], added to those before.
+    gates: [c].
+    last: of what the last map returned [c v], in the dtype of queries.
+    static: of static parameters [1 v].
+  """
+
+  queries: jax.Array
+  gates: jax.Array
+  last: jax.Array
+  static: dict[str, jax.Array]
+
+
+def pull(x, i, tokens: Tokens, gate, d_y, d_q, plan: Plan) -> Pulled:
+  """Gradients of the read of network i, of that of its output."""
+
+  def run(last, inputs, static):
+    here = tokens._replace(queries=inputs, static=static)
+    return after_last(last, here, plan)
+
+  last = last_map(x, i, tokens, plan)
+  read, back = jax.vjp(run, last, tokens.inputs, tokens.static)
+  d_gates = jnp.sum(read * d_y, 1)
+  d_last, d_inputs, d_static = back(gate * d_y)
+  d_last = d_last.astype(tokens.queries.dtype)
+  d_q = _to_inputs(x, i, tokens, d_last, d_q + d_inputs, plan)
+  return Pulled(d_q, d_gates, d_last, d_static)
 
 
 def _to_inputs(x, i, tokens: Tokens, d_last, d_q, plan: Plan):
@@ -164,49 +183,64 @@ def _hidden_vjp(x, i, tokens: Tokens, d_last, block, plan: Plan):
 
 
 def _networks_kernel(x, out, *, plan: Plan):
-  key, _, value = plan.network.widths
-  inner, columns, last = whole(key), whole(value), plan.network.last
+  columns = whole(plan.network.widths[2])
   block, i = block_of(pl.program_id(0), plan), pl.program_id(1)
-  sums = {
-    name: jnp.zeros(shape, jnp.float32)
-    for name, shape in _shapes(x, block, plan).items()
-  }
 
   def step(j, sums):
-    rows = part(j, plan.config.rows, plan.tokens)
+    rows = block_of_tokens(x, j, plan)
     d_last = load(x["last"], i, rows, columns)
-    sums, dtype = dict(sums), d_last.dtype
-    if plan.network.first:
-      tokens = tokens_at(x, rows, plan)
-      left, d_before = _hidden_vjp(x, i, tokens, d_last, block, plan)
-      left = left.astype(dtype)
-      for name, d in d_before.items():
-        sums[name] += dot(
-          tokens.queries, d.astype(dtype), (0, 0), plan.interpret
-        )
-        if bias_name(name) in sums:
-          sums[bias_name(name)] += jnp.sum(d, 0)
-    else:
-      left = load(x["q"], rows, block)
-    sums[last] += dot(left, d_last, (0, 0), plan.interpret)
-    return sums
+    return add_tokens(x, i, rows, d_last, sums, block, plan)
 
-  steps = pl.cdiv(plan.tokens, plan.config.rows)
-  sums = jax.lax.fori_loop(0, steps, step, sums)
-  store(out["networks"][last], sums.pop(last), i, block, columns)
-  for name, total in sums.items():
-    where = (block,) if total.ndim == 1 else (inner, block)
-    store(out["networks"][name], total, i, *where)
+  steps = pl.cdiv(x["q"].shape[0], plan.config.rows)
+  sums = jax.lax.fori_loop(0, steps, step, zeros(x, block, plan))
+  store_sums(x, out, sums, i, block, plan)
 
 
-def _shapes(x, block, plan: Plan) -> dict[str, tuple[int, ...]]:
-  """Of the sums of a program."""
-  key, _, value = plan.network.widths
-  shapes: dict[str, tuple[int, ...]] = {
-    plan.network.last: (block.size, whole(value).size)
+def zeros(x, block: Span, plan: Plan) -> Arrays:
+  """Sums for the gradient of a network, of some columns of its hidden layer."""
+  return {
+    name: jnp.zeros([side.size for side in sides], jnp.float32)
+    for name, sides in _sides(x, block, plan).items()
   }
-  for name in plan.network.first:
-    shapes[name] = (whole(key).size, block.size)
-    if bias_name(name) in x["networks"]:
-      shapes[bias_name(name)] = (block.size,)
-  return shapes
+
+
+def _sides(x, block: Span, plan: Plan) -> dict[str, tuple[Span, ...]]:
+  """Of each array of a network, as far as such a sum goes."""
+  inner, columns = whole(plan.network.widths[0]), whole(plan.network.widths[2])
+  sides = {name: (inner, block) for name in plan.network.first}
+  sides |= {bias_name(name): (block,) for name in plan.network.first}
+  sides[plan.network.last] = (block, columns)
+  sides[bias_name(plan.network.last)] = (columns,)
+  return {name: sides[name] for name in x["networks"]}
+
+
+def add_tokens(x, i, rows, d_last, sums, block: Span, plan: Plan) -> Arrays:
+  """Adds what tokens make of the gradient of what network i's last map does."""
+  sums, dtype = dict(sums), d_last.dtype
+
+  def add(name, left, d):
+    sums[name] += dot(left, d.astype(dtype), (0, 0), plan.interpret)
+    if bias_name(name) in sums:
+      sums[bias_name(name)] += jnp.sum(d.astype(jnp.float32), 0)
+
+  if plan.network.first:
+    tokens = tokens_at(x, rows, plan)
+    left, d_before = _hidden_vjp(x, i, tokens, d_last, block, plan)
+    for name, d in d_before.items():
+      add(name, tokens.queries, d)
+  else:
+    left = load(x["q"], rows, block)
+  add(plan.network.last, left.astype(dtype), d_last)
+  return sums
+
+
+def store_sums(x, out, sums: Arrays, i, block: Span, plan: Plan) -> None:
+  """Stores the gradient of network i, of some columns of its hidden layer."""
+  for name, sides in _sides(x, block, plan).items():
+    write = functools.partial(
+      store, out["networks"][name], sums[name], i, *sides
+    )
+    if name == bias_name(plan.network.last):
+      pl.when(block.start == 0)(write)  # the same for all columns
+    else:
+      write()

@@ -3,7 +3,7 @@
 import pytest
 
 from examples.benchmarks import gpu_resources
-from examples.benchmarks.gpu_resources import Case
+from examples.benchmarks.gpu_calls import Case
 
 KERNELS = {
   "cached_linear_attention": (
@@ -15,26 +15,24 @@ KERNELS = {
     *("solve", "chain", "read", "read_vjp", "chain_vjp", "tokens_vjp"),
   ),
   "read_networks": ("read", "read_vjp", "networks_vjp"),
+  "read_selected_networks": ("read", "read_vjp", "networks_vjp"),
+  "mlp_memory": ("batches",),
 }
-CASES = {
-  "plain_256": Case(256),
-  "odd_96": Case(96, length=40, tokens=1111, carried=2),
-  "exact_128": Case(128, "float32", length=16, tokens=512),
-}
+ODD = {"length": 40, "tokens": 1111, "carried": 2}
 
 
 @pytest.mark.aot("jax_cuda13_plugin")
 @pytest.mark.parametrize(
-  ("op", "name"),
+  "case",
   [
-    *(("cached_linear_attention", name) for name in CASES),
-    ("cache_read", "odd_96"),
-    ("selected_read", "odd_96"),
-    ("delta_rule", "odd_96"),
-    ("read_networks", "odd_96"),
+    Case("cached_linear_attention", 256),
+    Case("cached_linear_attention", 128, "float32", length=16, tokens=512),
+    *(Case(op, 96, **ODD) for op in KERNELS if op != "mlp_memory"),
+    Case("mlp_memory", 64, **ODD),
   ],
+  ids=lambda case: f"{case.op}_{case.width}_{case.dtype}",
 )
-def test_compiles(op, name):
-  text = gpu_resources.compile_for_h100(CASES[name], op).as_text()
-  for kernel in KERNELS[op]:
-    assert f'name = "memcache_{op}_{kernel}"' in text
+def test_compiles(case):
+  text = gpu_resources.compile_for_h100(case).as_text()
+  for kernel in KERNELS[case.op]:
+    assert f'name = "memcache_{case.op}_{kernel}"' in text

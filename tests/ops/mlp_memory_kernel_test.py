@@ -1,6 +1,7 @@
-"""Inner batches of networks as a TPU kernel, against their definition."""
+"""Inner batches of networks as kernels, against their definition."""
 
 import functools
+import importlib
 
 import jax
 import jax.numpy as jnp
@@ -13,11 +14,12 @@ from memcache_jax.testing import assert_close
 
 K, N = 32, 2
 GATES = ("step", "log_decay", "momentum")
-KERNEL = 'kernel_name = "memcache_mlp_memory_batches"'
+KERNEL = 'name = "memcache_mlp_memory_batches"'
 
-# What a memory is made of, its gates, and how many tokens each step writes.
+# What a memory is made of, its gates, how many tokens each step writes, and the
+# width of values; keys have that of K.
 CASES = {
-  "titans": ({"architecture": op.MLP(hidden_factor=2)}, GATES, 2),
+  "titans": ({"architecture": op.MLP(hidden_factor=2)}, GATES, 2, 32),
   "rows": (
     {
       "architecture": op.MLP.ttt_linear(),
@@ -25,13 +27,15 @@ CASES = {
     },
     ("step",),
     1,
+    32,
   ),
   "matrix": (
     {"architecture": op.MLP.matrix(), "loss": op.Dot()},
     ("step", "log_decay"),
     1,
+    96,
   ),
-  "gated": ({"architecture": op.GatedMLP(norm=True)}, GATES, 1),
+  "gated": ({"architecture": op.GatedMLP(norm=True)}, GATES, 1, 32),
 }
 # Tested over masks, document starts and a state inside an inner batch; others
 # on a new sequence that ends inside of one.
@@ -39,12 +43,13 @@ STREAMED = ("titans", "rows")
 
 
 def _inputs(name, t=8, dtype=jnp.float32):
-  options, gates, window = CASES[name]
+  options, gates, window, v = CASES[name]
   rng = np.random.default_rng(t)
   normal = lambda *axes: jnp.asarray(rng.standard_normal(axes), jnp.float32)
-  params = options["architecture"].init_params(jax.random.key(0), N, K, K)
+  params = options["architecture"].init_params(jax.random.key(0), N, K, v)
   inputs = {
-    x: (normal(1, t, N, K) / K**0.25).astype(dtype) for x in ("q", "k", "v")
+    x: (normal(1, t, N, width) / K**0.25).astype(dtype)
+    for x, width in (("q", K), ("k", K), ("v", v))
   }
   every = {
     "step": jax.nn.sigmoid(normal(1, t, N, window)) / 8,
@@ -78,8 +83,8 @@ def _jitted(name, implementation):
       return sum(jax.tree.leaves(terms)), (y, state)
 
     # Gradients are those of the XLA form: once is enough.
-    run = jax.grad(loss, has_aux=True) if name == "titans" else loss
-    return run(inputs)
+    once = name == "titans" and implementation != "triton"
+    return (jax.grad(loss, has_aux=True) if once else loss)(inputs)
 
   return run
 
@@ -88,16 +93,32 @@ def _run(name, implementation):
   return jax.block_until_ready(_jitted(name, implementation)(_inputs(name)))
 
 
+@functools.cache
+def _expected(name):
+  return _run(name, "reference")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_equals_the_definition(name):
-  expected = _run(name, "reference")
   # A simulated TPU, whose memory holds nan until it is written.
   with pltpu.force_tpu_interpret_mode(
     pltpu.InterpretParams(uninitialized_memory="nan")
   ):
     got = _run(name, "mosaic_tpu")
-  assert_close(got, expected)
+  assert_close(got, _expected(name))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_the_gpu_kernel_equals_the_definition(name, monkeypatch):
+  """Loads of a simulated one find nan by default."""
+  kernel = importlib.import_module(
+    "memcache_jax.pallas_kernels.mlp_memory.triton_batches"
+  )
+  run = functools.partial(kernel.fwd, interpret=True)
+  monkeypatch.setattr(kernel, "fwd", run)
+  assert_close(_run(name, "triton")[1], _expected(name)[1])
 
 
 @pytest.mark.parametrize(
@@ -108,6 +129,8 @@ def test_equals_the_definition(name):
     ("mosaic_tpu", "tpu", 3, 1),
     ("xla", "tpu", 8, 0),
     (None, "cpu", 8, 0),
+    ("triton", "cuda", 8, 2),  # of whole inner batches, and of what is left
+    (None, "cuda", 8, 0),
   ],
 )
 def test_the_platform_decides_when_nobody_does(
@@ -135,6 +158,7 @@ def test_what_is_differentiated_runs_as_a_kernel_if_asked(
   assert text.count(KERNEL) == kernels
 
 
+@pytest.mark.parametrize("implementation", ["mosaic_tpu", "triton"])
 @pytest.mark.parametrize(
   ("change", "reason"),
   [
@@ -147,10 +171,10 @@ def test_what_is_differentiated_runs_as_a_kernel_if_asked(
     ({"width": 40}, "multiples of 32: got 40"),
   ],
 )
-def test_the_kernel_says_what_it_cannot(change, reason):
+def test_the_kernels_say_what_they_cannot(implementation, change, reason):
   inputs, change = _inputs("matrix"), dict(change)
   if change.get("mix"):
-    memories = {"w": jnp.zeros((1, 2, N, K, K))}
+    memories = {"w": jnp.zeros((1, 2, *inputs["params"]["w"].shape))}
     change["mix"] = op.Mix(
       memories, jnp.ones((1, 8, N, 2)), inputs["step"][..., 0]
     )
@@ -158,4 +182,33 @@ def test_the_kernel_says_what_it_cannot(change, reason):
     inputs |= {x: jnp.zeros((1, 8, N, width)) for x in ("q", "k", "v")}
     inputs["params"] = {"w": jnp.zeros((N, width, width))}
   with pytest.raises(NotImplementedError, match=reason):
-    _call("matrix", "mosaic_tpu", inputs, **change)
+    _call("matrix", implementation, inputs, **change)
+
+
+@pytest.mark.parametrize(
+  ("architecture", "width", "inner_batch", "reason"),
+  [
+    (op.MLP(), 64, 16, "registers, .* of up to 4096 weights, .* got 32768"),
+    (op.MLP.ttt_linear(), 96, 16, "width of a norm is a power of 2: got 96"),
+    (op.MLP.ttt_linear(), 64, 17, "up to 16 tokens in float32: got 17"),
+  ],
+)
+def test_the_gpu_kernel_says_what_it_cannot(
+  architecture, width, inner_batch, reason
+):
+  array = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
+  params = jax.eval_shape(
+    lambda: architecture.init_params(jax.random.key(0), N, width, width)
+  )
+  x, step = array(1, 8, N, width), array(1, 8, N, 1)
+  run = functools.partial(
+    op.mlp_memory,
+    architecture=architecture,
+    loss=op.L2(),
+    inner_batch=inner_batch,
+    implementation="triton",
+  )
+  with pytest.raises(NotImplementedError, match=reason):
+    jax.eval_shape(
+      lambda x, params, step: run(x, x, x, params, step=step), x, params, step
+    )

@@ -75,7 +75,8 @@ def test_equals_one_network_at_a_time(name, monkeypatch):
 @pytest.fixture
 def simulated_gpu(monkeypatch):
   """Where the kernels for GPUs run without one; loads find nan by default."""
-  for name, function in (("triton", "fwd"), ("triton_vjp", "bwd")):
+  selected = (("triton_selected", name) for name in ("fwd", "bwd"))
+  for name, function in (("triton", "fwd"), ("triton_vjp", "bwd"), *selected):
     module = importlib.import_module(f"{KERNELS}.{name}")
     run = functools.partial(getattr(module, function), interpret=True)
     monkeypatch.setattr(module, function, run)
@@ -109,44 +110,47 @@ def test_tokens_whose_gradients_are_taken_together():
   assert pieces.gradient_config(call(32768)).tokens == 16384
 
 
-def test_reads_of_selected_networks():
-  architecture, networks = MLP(bias=True), 5
-  params, memories, q, weights = _inputs(architecture, 70, networks, 64)
-  memories = jax.tree.map(lambda x: jnp.pad(x, _one_more(x)), memories)
+@functools.cache
+def _selected(architecture, tokens, implementation):
+  """Reads of two of five networks, or of none, and their gradients."""
+  params, memories, q, weights = _inputs(architecture, tokens, 5, 64)
   rng = np.random.default_rng(0)
   index = rng.random(weights.shape).argsort(-1)[..., :2]
   index[rng.random(index.shape) < 0.2] = -1
   index = jnp.asarray(index, jnp.int32)
+  # Nobody selects the last one, which must not matter.
+  fill = {"constant_values": 0.0 if implementation is None else jnp.nan}
+  memories = jax.tree.map(lambda x: jnp.pad(x, _one_more(x), **fill), memories)
 
-  def selected(params, memories, q, weights):
-    memory = Miras(architecture, implementation="mosaic_tpu")
-    return read_selected(
-      memory,
-      params,
-      memories,
-      q,
-      Selection(index, weights[..., :2], weights[..., 2]),
-    )
+  def read(params, memories, q, weights):
+    if implementation is None:  # all of them, with zeros for the others
+      hot = index[..., None] == jnp.arange(6).reshape(1, 1, 1, 1, -1)
+      weights = jnp.sum(jnp.where(hot, weights[..., :2, None], 0.0), axis=3)
+      return read_networks(
+        architecture, params, memories, q, weights, implementation="xla"
+      )
+    memory = Miras(architecture, implementation=implementation)
+    selection = Selection(index, weights[..., :2], weights[..., 2])
+    return read_selected(memory, params, memories, q, selection)
 
-  def all_of_them(params, memories, q, weights):
-    every = jnp.arange(networks + 1).reshape(1, 1, 1, 1, -1)
-    hot = index[..., None] == every
-    weights = jnp.sum(jnp.where(hot, weights[..., :2, None], 0.0), axis=3)
-    return read_networks(
-      architecture, params, memories, q, weights, implementation="xla"
-    )
+  loss = lambda *inputs: (jnp.sum(jnp.sin(y := read(*inputs))), y)
+  run = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3), has_aux=True))
+  return jax.block_until_ready(run(params, memories, q, weights))
 
-  def run(read, *inputs):
-    loss = lambda *inputs: (jnp.sum(jnp.sin(y := read(*inputs))), y)
-    gradient = jax.grad(loss, argnums=(0, 1, 2, 3), has_aux=True)
-    return jax.block_until_ready(jax.jit(gradient)(*inputs))
 
-  expected = run(all_of_them, params, memories, q, weights)
-  # Nobody selected the last one, which must not matter.
-  memories = jax.tree.map(lambda x: x.at[:, -1].set(jnp.nan), memories)
+def test_reads_of_selected_networks():
   with _simulated():
-    got = run(selected, params, memories, q, weights)
-  assert_close(got, expected)
+    got = _selected(MLP(bias=True), 70, "mosaic_tpu")
+  assert_close(got, _selected(MLP(bias=True), 70, None))
+
+
+@pytest.mark.usefixtures("simulated_gpu")
+@pytest.mark.parametrize(
+  ("architecture", "tokens"), [(MLP(bias=True), 70), (MLP.ttt_linear(), 9)]
+)
+def test_reads_of_selected_networks_on_a_gpu(architecture, tokens):
+  got = _selected(architecture, tokens, "triton")
+  assert_close(got, _selected(architecture, tokens, None))
 
 
 def _one_more(x):

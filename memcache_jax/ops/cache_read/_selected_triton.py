@@ -33,11 +33,11 @@ def triton(
   """`selected_read`, as a kernel for GPUs."""
   module, config = _kernels(q, states, index)
   reads = module.fwd(
-    *(q, states.astype(jnp.float32), _pairs(weights)),
-    _tiles(module, index, states.shape[1], config.tile),
+    *(q, states.astype(jnp.float32), pairs(weights)),
+    tiles(index, states.shape[1], config.tile),
     config=config,
   )
-  return _sums(reads, index)
+  return sums(reads, index)
 
 
 def triton_vjp(
@@ -54,15 +54,15 @@ def triton_vjp(
   """Its gradients."""
   module, config = _kernels(q, states, index)
   d_q, d_states, d_weights = module.bwd(
-    *(q, states.astype(jnp.float32), _pairs(weights)),
-    _tiles(module, index, states.shape[1], config.tile),
+    *(q, states.astype(jnp.float32), pairs(weights)),
+    tiles(index, states.shape[1], config.tile),
     d_y.astype(q.dtype),
     config=config,
   )
   return (
-    _sums(d_q, index).astype(q.dtype),
+    sums(d_q, index).astype(q.dtype),
     d_states.astype(states.dtype),
-    _of_tokens(d_weights, index).astype(weights.dtype),
+    of_tokens(d_weights, index).astype(weights.dtype),
   )
 
 
@@ -76,10 +76,9 @@ def _kernels(q, states, index) -> tuple[ModuleType, Any]:
   return _dispatch.kernel_module("cache_read.triton_selected"), config
 
 
-def _tiles(
-  module: ModuleType, index: Int[Array, "b t n r"], slots: int, size: int
-) -> Any:
+def tiles(index: Int[Array, "b t n r"], slots: int, size: int) -> Any:
   """The kernels' `Tiles`, of a size."""
+  module = _dispatch.kernel_module("cache_read.triton_selected")
   plan = make_plan(index, slots, size)
   pair = rearrange(plan.pair, "b n (p c) -> b p c n", c=size)
   # Empty tiles come last, and are of no state.
@@ -92,20 +91,20 @@ def _tiles(
   )
 
 
-def _pairs(weights: Float[Array, "b t n r"]) -> Float[Array, "b m n"]:
+def pairs(weights: Float[Array, "b t n r"]) -> Float[Array, "b m n"]:
   """Of each token r of them, one after the other."""
   return rearrange(weights.astype(jnp.float32), "b t n r -> b (t r) n")
 
 
-def _of_tokens(
+def of_tokens(
   x: Float[Array, "b m n"], index: Int[Array, "b t n r"]
 ) -> Float[Array, "b t n r"]:
-  """`_pairs` undone; zeros where nothing was selected."""
+  """`pairs` undone; zeros where nothing was selected."""
   x = rearrange(x, "b (t r) n -> b t n r", r=index.shape[3])
   return jnp.where(index >= 0, x, 0.0)
 
 
-def _sums(
+def sums(
   x: Float[Array, "b m n v"], index: Int[Array, "b t n r"]
 ) -> Float[Array, "b t n v"]:
   """Of all pairs of a token, where something was selected."""

@@ -110,8 +110,10 @@ def mlp_memory(
     max_unaligned_starts: most starts per row that lie inside an inner batch;
       rows with more become nan. Needed with starts under jax.jit.
     implementation: "reference" (token by token), "xla" (one inner batch at a
-      time), "mosaic_tpu" (the same, with weights in a TPU's fast memory), or
-      None for the fastest on the platform the program is compiled for.
+      time), "mosaic_tpu" (the same, with weights in a TPU's fast memory),
+      "triton" (with those of small networks in the registers of a GPU; compiled
+      but not yet run on one), or None for the fastest on the platform the
+      program is compiled for.
 
   Returns:
     y, in the dtype of v, and the state after the last token, in float32.
@@ -206,10 +208,10 @@ def mlp_memory(
 def _run(
   rule, inputs, params, mix, state, mask, starts, max_unaligned, implementation
 ):
-  why_not = None
-  if implementation in (None, "mosaic_tpu"):
+  why_not = {}
+  if implementation not in ("reference", "xla"):
     why_not = _kernels.why_not(rule, inputs, mix, state, mask, starts)
-  choice = _dispatch.resolve(_NAME, implementation, {"mosaic_tpu": why_not})
+  choice = _dispatch.resolve(_NAME, implementation, why_not)
   inputs = inputs._replace(
     tail_gates={
       name: x.astype(jnp.float32) for name, x in inputs.tail_gates.items()

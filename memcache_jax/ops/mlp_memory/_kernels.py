@@ -1,6 +1,8 @@
-"""Between `mlp_memory` and its kernel: blocks, and scalars of their rows."""
+"""Between `mlp_memory` and its kernels: blocks, and scalars of their rows."""
 
 import functools
+from types import ModuleType
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,8 +30,23 @@ def why_not(
   state: MLPMemoryState | None,
   mask: Bool[Array, "b t"] | None,
   starts: Bool[Array, "b t"] | None,
-) -> str | None:
-  """Why the kernel cannot take a call; None if it can."""
+) -> dict[str, str | None]:
+  """Why each kernel cannot take a call; None if it can."""
+  if (reason := _why_none(rule, inputs, mix)) is not None:
+    return dict.fromkeys(("mosaic_tpu", "triton"), reason)
+  module = _dispatch.kernel_module("mlp_memory.config")
+  call = _call(module, rule, inputs.k, inputs.v)
+  documents = not (state is None and mask is None and starts is None)
+  return {
+    "mosaic_tpu": module.batches_supports(call, documents=documents),
+    "triton": module.batches_triton_supports(
+      call, norm=rule.architecture.has_norm
+    ),
+  }
+
+
+def _why_none(rule, inputs, mix):
+  """Why no kernel can take a call; None if one may."""
   if (reason := _dispatch.why_not_installed()) is not None:
     return reason
   if type(rule.architecture) not in (MLP, GatedMLP):
@@ -49,20 +66,28 @@ def why_not(
       "an inner batch of more tokens than a map is wide is read in pieces: "
       f"got {size}"
     )
-  module = _dispatch.kernel_module("mlp_memory.config")
-  documents = not (state is None and mask is None and starts is None)
-  maps = rule.architecture.affine_maps(k, v).values()
-  return module.batches_supports(
-    module.BatchesCall(
-      maps=tuple((x.in_dim, x.out_dim) for x in maps),
-      k=k,
-      v=v,
-      dtype=inputs.q.dtype.name,
-      tokens=size,
-      columns=size if rule.pairwise else size + rule.tail,
-      networks=2 + rule.has_momentum,
-      documents=documents,
-    )
+  return None
+
+
+def _call(module: ModuleType, rule: Rule, k: Array, v: Array) -> Any:
+  """The kernels' `BatchesCall`."""
+  size, widths = rule.inner_batch, (k.shape[-1], v.shape[-1])
+  maps = rule.architecture.affine_maps(*widths).values()
+  return module.BatchesCall(
+    *(tuple((x.in_dim, x.out_dim) for x in maps), *widths, k.dtype.name),
+    columns=size if rule.pairwise else size + rule.tail,
+    networks=2 + rule.has_momentum,
+  )
+
+
+def _network(module: ModuleType, rule: Rule, k: Array, v: Array) -> Any:
+  """The kernels' `Network`."""
+  maps = rule.architecture.affine_maps(k.shape[-1], v.shape[-1])
+  return module.Network(
+    rule.architecture.forward,
+    lambda output, target: rule.loss.gradient(output, target, {}),
+    {name: (size.in_dim, size.out_dim) for name, size in maps.items()},
+    rule.pairwise,
   )
 
 
@@ -75,7 +100,7 @@ def run_blocks(
   carry: Carry | None,
   blocks: Blocks,
 ) -> tuple[Carry, Float[Array, "b t n v"]]:
-  """`_chunked.run_blocks`, by the kernel where it is chosen or there is one."""
+  """`_chunked.run_blocks`, by a kernel where it is chosen or there is one."""
   del memories  # None, see `why_not`
   if choice == "by_platform" and blocks.q.shape[0] == 1:
     # Nothing stays in fast memory for a second batch.
@@ -88,7 +113,10 @@ def run_blocks(
     "mlp_memory",
     choice,
     functools.partial(_xla, rule),
-    {"mosaic_tpu": functools.partial(_mosaic_tpu, rule)},
+    {
+      "mosaic_tpu": functools.partial(_mosaic_tpu, rule),
+      "triton": functools.partial(_triton, rule),
+    },
     None,
     (
       blocks.q,
@@ -141,13 +169,6 @@ def _mosaic_tpu(rule, q, written, coefficients, marks, static, initial, carry):
     carry, initial = begin(rule, initial), {}
   pieces = _dispatch.kernel_module("mlp_memory.batches")
   config = _dispatch.kernel_module("mlp_memory.config").BatchesConfig()
-  maps = rule.architecture.affine_maps(q.shape[-1], written[1].shape[-1])
-  network = pieces.Network(
-    rule.architecture.forward,
-    lambda output, target: rule.loss.gradient(output, target, {}),
-    {name: size.out_dim for name, size in maps.items()},
-    rule.pairwise,
-  )
   scalars, places = _scalars(pieces, unroll(coefficients))
   q = q[:, 0]
   columns = lambda x: {
@@ -166,6 +187,7 @@ def _mosaic_tpu(rule, q, written, coefficients, marks, static, initial, carry):
     columns(initial) if initial else None,
     carried,
   )
+  network = _network(pieces, rule, *written)
   y, carried = pieces.fwd(network, operands, places, config=config)
   carried = {
     kind: {
@@ -175,6 +197,46 @@ def _mosaic_tpu(rule, q, written, coefficients, marks, static, initial, carry):
   }
   y = rearrange(y[:, :, :, : q.shape[3]], "g b n d v -> b (g d) n v")
   return y, carry._replace(**carried)
+
+
+def _triton(rule, q, written, coefficients, marks, static, initial, carry):
+  if carry is None:
+    carry, initial = begin(rule, initial), {}
+  pieces = _dispatch.kernel_module("mlp_memory.config")
+  module = _dispatch.kernel_module("mlp_memory.triton_batches")
+  q, (k, v), (b, n) = q[:, 0], written, q.shape[2:4]
+  marks = _marks(module, marks, q)
+  coefficients = jax.tree.map(lambda x: x[:, 0], unroll(coefficients))
+  end = coefficients.end
+  coefficients = {
+    "write": coefficients.write,
+    "decay": coefficients.decay,
+    "carry": coefficients.carry,
+    "last": end.write,
+    "momentum_write": end.momentum_write,
+    "end_decay": end.decay,
+    "end_carry": end.carry,
+    "momentum_decay": end.momentum_decay,
+  }
+  slot = functools.partial(jax.tree.map, lambda x: x[:, None])
+  kinds = carry._replace(decay=None)._asdict()
+  operands = module.Operands(
+    {"q": q, "k": k, "v": v},
+    jnp.broadcast_to(marks[..., None], (*marks.shape, n)),
+    {name: x for name, x in coefficients.items() if x is not None},
+    {
+      name: jnp.broadcast_to(jnp.swapaxes(x, 1, 2), (b, 1, n, x.shape[3]))
+      for name, x in static.items()
+    },
+    slot(initial),
+    slot({name: x for name, x in kinds.items() if x is not None}),
+  )
+  y, carried = module.fwd(
+    *(_network(module, rule, k, v), operands),
+    config=pieces.batches_triton_config(_call(pieces, rule, k, v)),
+  )
+  carried = jax.tree.map(lambda x: x[:, 0], carried)
+  return rearrange(y, "g b n d v -> b (g d) n v"), carry._replace(**carried)
 
 
 def _marks(pieces, marks, q):

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from memcache_jax.array_typing import Array, Float, Int, Params
 from memcache_jax.ops import _checks, _dispatch
 from memcache_jax.ops.cache_read import _selected_kernels
-from memcache_jax.ops.mlp_memory import _read_kernels
+from memcache_jax.ops.mlp_memory import _read_kernels, _read_triton
 from memcache_jax.ops.mlp_memory._architecture import (
   Architecture,
   apply_architecture,
@@ -44,9 +44,10 @@ def read_selected_networks(
       for each row and head, given static parameters, its weights and queries;
       of static parameters, q, memories, index and weights. It must not hold
       anything that is traced.
-    implementation: "mosaic_tpu", for networks of this library; "xla" and
-      "reference" for `xla`; or None for the fastest on the platform the
-      program is compiled for.
+    implementation: "mosaic_tpu", for networks of this library; "triton" (for
+      GPUs; compiled but not yet run on one), for those of one hidden layer at
+      most; "xla" and "reference" for `xla`; or None for the fastest on the
+      platform the program is compiled for.
 
   Returns:
     y in float32.
@@ -69,13 +70,16 @@ def read_selected_networks(
   _checks.check_integers(index=index)
   static = {name: params[name] for name in static_names(architecture)}
   sizes = _read_kernels.sizes_of(architecture, q, memories, static)
-  why_not = None
-  if implementation in (None, "mosaic_tpu"):
-    why_not = _why_not(sizes, q, index)
+  why_not = {}
+  if implementation not in ("reference", "xla"):
+    why_not = {
+      "mosaic_tpu": _why_not(sizes, q, index),
+      "triton": _read_triton.why_not(sizes),
+    }
   pairs = index.shape[1] * index.shape[3]
   if implementation is None and pairs <= sizes.networks:
     implementation = "xla"  # no network is read by many: nothing to sort
-  choice = _dispatch.resolve(_NAME, implementation, {"mosaic_tpu": why_not})
+  choice = _dispatch.resolve(_NAME, implementation, why_not)
   read = functools.partial(apply_architecture, architecture)
 
   def in_xla(q, memories, index, weights, static):
@@ -87,8 +91,14 @@ def read_selected_networks(
     _NAME,
     choice,
     _read_kernels.of_rows(in_xla),
-    {"mosaic_tpu": functools.partial(_mosaic_tpu, sizes)},
-    {"mosaic_tpu": functools.partial(_mosaic_tpu_vjp, sizes)},
+    {
+      "mosaic_tpu": functools.partial(_mosaic_tpu, sizes),
+      "triton": functools.partial(_read_triton.triton_selected, sizes),
+    },
+    {
+      "mosaic_tpu": functools.partial(_mosaic_tpu_vjp, sizes),
+      "triton": functools.partial(_read_triton.triton_selected_vjp, sizes),
+    },
     (q, memories, index, weights, _read_kernels.on_rows(static, q)),
     (
       *("b t n k", _read_kernels.letters(memories)),

@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 from einops import rearrange
 
-from memcache_jax.array_typing import Array, Float, Params
+from memcache_jax.array_typing import Array, Float, Int, Params
 from memcache_jax.ops import _dispatch
+from memcache_jax.ops.cache_read import _selected_triton
 from memcache_jax.ops.mlp_memory import _read_kernels
 from memcache_jax.ops.mlp_memory._read_kernels import Sizes
 
@@ -88,6 +89,61 @@ def triton_vjp(
       for name, x in d_memories.items()
     },
     d_weights.astype(weights.dtype),
+    {name: x[:, 0] for name, x in d_static.items()},
+  )
+
+
+def triton_selected(
+  sizes: Sizes,
+  q: Float[Array, "b t n k"],
+  memories: Params,
+  index: Int[Array, "b t n r"],
+  weights: Float[Array, "b t n r"],
+  static: Params,
+) -> Float[Array, "b t n v"]:
+  """`read_selected_networks`, as a kernel for GPUs."""
+  pieces = _dispatch.kernel_module("mlp_memory.config")
+  module = _dispatch.kernel_module("mlp_memory.triton_selected")
+  call = _read_kernels.call_of(pieces, sizes)
+  config = pieces.for_selected(
+    *(pieces.triton_config(call), call, index.shape[3])
+  )
+  reads = module.fwd(
+    *(_network(module, sizes), q, _float32(memories), _with_slot(static)),
+    _selected_triton.pairs(weights),
+    _selected_triton.tiles(index, sizes.networks, config.rows),
+    config=config,
+  )
+  return _selected_triton.sums(reads, index)
+
+
+def triton_selected_vjp(
+  sizes: Sizes,
+  q: Float[Array, "b t n k"],
+  memories: Params,
+  index: Int[Array, "b t n r"],
+  weights: Float[Array, "b t n r"],
+  static: Params,
+  d_y: Float[Array, "b t n v"],
+) -> tuple[Float[Array, "b t n k"], Params, Float[Array, "b t n r"], Params]:
+  """Its gradients."""
+  pieces = _dispatch.kernel_module("mlp_memory.config")
+  module = _dispatch.kernel_module("mlp_memory.triton_selected")
+  call = _read_kernels.call_of(pieces, sizes)
+  config = pieces.for_selected(
+    *(pieces.triton_gradient_config(call), call, index.shape[3])
+  )
+  d_q, d_networks, d_static, d_weights = module.bwd(
+    *(_network(module, sizes), q, _float32(memories), _with_slot(static)),
+    _selected_triton.pairs(weights),
+    _selected_triton.tiles(index, sizes.networks, config.rows),
+    d_y.astype(q.dtype),
+    config=config,
+  )
+  return (
+    _selected_triton.sums(d_q, index).astype(q.dtype),
+    {name: x.astype(memories[name].dtype) for name, x in d_networks.items()},
+    _selected_triton.of_tokens(d_weights, index).astype(weights.dtype),
     {name: x[:, 0] for name, x in d_static.items()},
   )
 
