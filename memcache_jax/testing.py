@@ -145,6 +145,8 @@ def stream(
     sizes: tokens per call; the last ones are repeated until all are used.
   """
   length, first, outputs = tokens.q.shape[1], 0, []
+  # On the host no piece has to be compiled to be cut out, nor to be joined.
+  tokens = jax.device_get(tokens)
   sizes = list(sizes)
   index = 0
   while first < length:
@@ -152,7 +154,7 @@ def stream(
     y, state = scan(state, take(tokens, first, first + size))
     outputs.append(y)
     first, index = first + size, index + 1
-  return jnp.concatenate(outputs, axis=1), state
+  return jnp.asarray(np.concatenate(outputs, axis=1)), state
 
 
 def scan_one_by_one(

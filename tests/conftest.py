@@ -4,6 +4,7 @@ Nothing here may import memcache_jax: pytest's jaxtyping option has to see the
 package's first import to check the shapes in its signatures.
 """
 
+import gc
 import importlib.metadata
 import importlib.util
 import os
@@ -28,6 +29,9 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 # Tests compile far more than they compute.
 jax.config.update("jax_disable_most_optimizations", True)
+# Imports and traces make objects by the million, most of which live on: to walk
+# over all of them as often as is the default takes a tenth of the time.
+gc.set_threshold(50_000)
 
 
 @pytest.fixture(params=["graph", "tree"])

@@ -142,11 +142,6 @@ OTHERS_CACHED = (
 )
 
 CACHED = (
-  Cached(OTHERS[0], Constant(SEGMENT), SparseSelective(2), "checkpoint"),
-  Cached(OTHERS[1], Constant(8), GatedResidual()),
-)
-
-CACHED = (
   LOGARITHMIC
   + EXPLICIT
   + OTHERS_CACHED

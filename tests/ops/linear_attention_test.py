@@ -121,7 +121,7 @@ def test_chunk_padding_leaves_no_trace():
     static_argnums=2,
   )
   cut = lambda a, b: {name: x[:, a:b] for name, x in inputs.items()}
-  for t in (65, 80, 127):
+  for t in (65, 127):
     whole = scan(cut(0, t), None, 64)
     before = scan(cut(0, t - 1), None, 64)[1]
     y, state = scan(cut(t - 1, t), before, 64)
