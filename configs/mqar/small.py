@@ -17,25 +17,29 @@ def get_config() -> ml_collections.ConfigDict:
   """The fields of `examples.recall.settings.Settings`, and the seeds."""
   return ml_collections.ConfigDict(
     {
-      # The task.
-      "stages": (
-        (16, 4, 400),
-        (32, 8, 200),
-        (64, 16, 150),
-        (128, 32, 200),
-        (208, 52, 450),
-      ),
-      "vocab_size": 224,
-      "random_fillers": False,
+      "task": {
+        "name": "mqar",
+        "stages": (
+          (16, 4, 400),
+          (32, 8, 200),
+          (64, 16, 150),
+          (128, 32, 200),
+          (208, 52, 450),
+        ),
+        "vocab_size": 224,
+        "random_fillers": False,
+      },
       # The model.
       "memory": "linear",
       "aggregate": "gated_residual",
       "gate": "context",
+      "selection": "hard",
       "write_mode": "independent",
       "segment_length": 8,
       "dim": 32,
       "num_layers": 1,
       "num_heads": 2,
+      "conv_width": 4,
       # The training.
       "seeds": (0, 1, 2),
       "batch_tokens": 4096,

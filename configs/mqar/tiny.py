@@ -2,7 +2,7 @@
 
 Command: python -m examples.recall.main --config=configs/mqar/tiny.py
 Hardware: 2 CPU cores
-Result: an accuracy near chance; it trains for 4 steps.
+Result: an accuracy near chance; it trains for 2 steps.
 """
 
 import ml_collections
@@ -13,8 +13,8 @@ from configs.mqar import small
 def get_config() -> ml_collections.ConfigDict:
   """The sizes of `small`, made tiny."""
   config = small.get_config()
-  config.stages = ((8, 1, 2), (16, 2, 2))
-  config.vocab_size = 32
+  config.task.stages = ((16, 2, 2),)
+  config.task.vocab_size = 32
   config.dim = 16
   config.segment_length = 4
   config.seeds = (0, 1)

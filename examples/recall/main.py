@@ -1,10 +1,10 @@
-"""`python -m examples.recall.main --config=configs/mqar/NAME.py`."""
+"""`python -m examples.recall.main --config=configs/TASK/NAME.py`."""
 
-import dataclasses
 import json
 import pathlib
 import sys
 import time
+from collections.abc import Sequence
 
 import numpy as np
 from absl import app, flags
@@ -12,10 +12,13 @@ from flax import nnx
 from ml_collections import config_flags
 
 from examples.recall import sweep, training
-from examples.recall.settings import Settings
+from examples.recall.settings import Settings, parse, plain
 
 _CONFIG = config_flags.DEFINE_config_file(
-  "config", default=None, help_string="a file of configs/mqar", lock_config=True
+  "config",
+  default=None,
+  help_string="a file of configs/mqar or configs/needle",
+  lock_config=True,
 )
 _OUT = flags.DEFINE_string("out", None, "write the results to this JSON file")
 _GATES = flags.DEFINE_string(
@@ -33,12 +36,12 @@ def main(arguments: list[str]) -> None:
   """Trains and measures every seed of the config, or of a sweep around it."""
   if len(arguments) > 1:
     raise app.UsageError(f"unknown arguments: {' '.join(arguments[1:])}")
-  fields = dict(_CONFIG.value)
+  fields = _CONFIG.value.to_dict()
   seeds = fields.pop("seeds")
   if not seeds:
     raise app.UsageError("`seeds` must name one at least: got none")
   try:
-    settings = Settings(**fields)
+    settings = parse(fields)
   except ValueError as error:
     raise app.UsageError(str(error)) from error
   if (_SWEEP.value is None) != (_FOLDER.value is None):
@@ -48,7 +51,11 @@ def main(arguments: list[str]) -> None:
       raise app.UsageError(
         "--out and --gates are of one config: a sweep has its --folder"
       )
-    run_sweep(_SWEEP.value, settings, seeds, pathlib.Path(_FOLDER.value))
+    try:
+      runs = sweep.runs(_SWEEP.value, settings, seeds)
+    except ValueError as error:
+      raise app.UsageError(str(error)) from error
+    run_sweep(runs, settings, pathlib.Path(_FOLDER.value))
     return
   if _GATES.value is not None and settings.aggregate == "none":
     raise app.UsageError("--gates wants an aggregate: it is 'none'")
@@ -85,22 +92,22 @@ def run(settings: Settings, seeds: tuple[int, ...]) -> tuple[dict, nnx.State]:
   for seed in seeds:
     result, params = _run_seed(settings, seed)
     runs.append(result | {"seed": seed})
-  accuracies = np.array([run["accuracy"] for run in runs])
-  print(
-    f"{settings.memory} with {settings.aggregate}: accuracy "
-    f"{accuracies.mean():.3f}, from {accuracies.min():.3f} to "
-    f"{accuracies.max():.3f} over {len(runs)} seeds"
-  )
-  return {"settings": dataclasses.asdict(settings), "runs": runs}, params
+  for length in settings.task.tests:
+    values = np.array([run["accuracy"][length] for run in runs])
+    print(
+      f"{settings.memory} with {settings.aggregate}: accuracy "
+      f"{values.mean():.3f} in {length:,} tokens, from {values.min():.3f} to "
+      f"{values.max():.3f} over {len(runs)} seeds"
+    )
+  return {"settings": plain(settings), "runs": runs}, params
 
 
 def run_sweep(
-  name: str, base: Settings, seeds: tuple[int, ...], folder: pathlib.Path
+  runs: Sequence[sweep.Run], base: Settings, folder: pathlib.Path
 ) -> None:
   """Runs what is missing of a sweep, and writes its table and its figure."""
   from examples.recall import report  # as above
 
-  runs = list(sweep.runs(name, base, seeds))
   results = sweep.load(folder)
   missing = [run for run in runs if sweep.find(results, run) is None]
   print(f"{len(runs)} runs, {len(missing)} of them left, in {folder}")
@@ -124,7 +131,8 @@ def _run_seed(settings: Settings, seed: int) -> tuple[dict, nnx.State]:
   params = training.train(settings, seed, report)
   accuracy = training.accuracy(settings, params)
   seconds = time.perf_counter() - start
-  print(f"seed {seed}: accuracy {accuracy:.3f} after {seconds:.0f} s")
+  shown = ", ".join(f"{x:.3f} in {n:,}" for n, x in accuracy.items())
+  print(f"seed {seed}: accuracy {shown} tokens after {seconds:.0f} s")
   return {"accuracy": accuracy, "seconds": seconds}, params
 
 

@@ -12,10 +12,12 @@ from memcache_jax.caching import (
   Cached,
   Constant,
   GatedResidual,
+  HardTopK,
   Logarithmic,
   MemorySoup,
   Residual,
   SparseSelective,
+  StraightThrough,
 )
 from memcache_jax.memories import (
   DeepLinear,
@@ -37,7 +39,7 @@ from memcache_jax.models import (
 def config(settings: Settings) -> ModelConfig:
   """Blocks of the mixer that the settings name."""
   return ModelConfig(
-    vocab_size=settings.vocab_size,
+    vocab_size=settings.task.vocab_size,
     dim=settings.dim,
     num_layers=settings.num_layers,
     pattern=(_mixer(settings),),
@@ -49,7 +51,7 @@ def _mixer(settings: Settings) -> MixerSpec:
   if settings.memory == "attention":
     # Convolutions like those of the memories: without them two layers have to
     # find each other first, which takes most of the training.
-    return AttentionSpec(settings.num_heads, conv_width=4)
+    return AttentionSpec(settings.num_heads, conv_width=settings.conv_width)
   memory = _memory(settings)
   if settings.aggregate != "none":
     kind = Logarithmic if settings.aggregate == "logarithmic" else Constant
@@ -57,7 +59,7 @@ def _mixer(settings: Settings) -> MixerSpec:
     memory = Cached(
       memory, segments, _aggregator(settings), settings.write_mode
     )
-  return MemorySpec(memory, settings.num_heads)
+  return MemorySpec(memory, settings.num_heads, conv_width=settings.conv_width)
 
 
 def _memory(settings: Settings) -> Memory:
@@ -77,7 +79,8 @@ def _memory(settings: Settings) -> Memory:
 def _aggregator(settings: Settings) -> Aggregator:
   gate = {"gate": settings.gate}
   if settings.gate == "input":
-    longest = max(stage.length for stage in settings.stages)
+    trained = (stage.length for stage in settings.task.stages)
+    longest = max(*trained, *settings.task.tests)
     gate["max_segments"] = -(-longest // settings.segment_length)
   match settings.aggregate:
     case "residual":
@@ -87,7 +90,9 @@ def _aggregator(settings: Settings) -> Aggregator:
     case "soup":
       return MemorySoup(**gate)
     case "sparse":
-      return SparseSelective(top_k=2, **gate)
+      hard = settings.selection == "hard"
+      selection = HardTopK() if hard else StraightThrough(reads="all")
+      return SparseSelective(top_k=2, selection=selection, **gate)
 
 
 @functools.cache

@@ -15,48 +15,59 @@ from examples.recall.settings import Settings
 
 TABLE, FIGURE, CURVES = "table.md", "accuracy.png", "curves.png"
 
-# What accuracy is drawn against, where a sweep has several of it.
-AXES: dict[str, Callable[[Settings], int]] = {
-  "pairs": lambda settings: settings.stages[-1].num_pairs,
-  "length": lambda settings: settings.stages[-1].length,
-  "width": lambda settings: settings.dim,
+# What accuracy is drawn against, where a sweep has several of it: of the
+# settings and the length of the test.
+AXES: dict[str, Callable[[Settings, int], int]] = {
+  "pairs": lambda settings, length: settings.task.facts,
+  "length": lambda settings, length: length,
+  "width": lambda settings, length: settings.dim,
 }
 
 
 def accuracies(
   runs: Sequence[sweep.Run], results: list[dict]
-) -> dict[str, list[float]]:
-  """Accuracies of all seeds by entry, those that are there."""
-  found: dict[str, list[float]] = {}
+) -> dict[str, dict[int, list[float]]]:
+  """Accuracies of all seeds by entry and length, those that are there."""
+  found: dict[str, dict[int, list[float]]] = {}
   for run in runs:
     result = sweep.find(results, run)
     if result is not None:
-      found.setdefault(run.name, []).append(result["accuracy"])
+      by_length = found.setdefault(run.name, {})
+      for length, value in result["accuracy"].items():
+        by_length.setdefault(length, []).append(value)
   return found
 
 
-def table(by_name: dict[str, list[float]]) -> str:
-  """One row per entry: mean, least and most over its seeds."""
+def table(by_name: dict[str, dict[int, list[float]]]) -> str:
+  """One row per entry: the mean of its seeds and their range, by length."""
+  lengths = sorted({length for x in by_name.values() for length in x})
   lines = [
-    "| model | accuracy | least | most | seeds |",
-    "| --- | --- | --- | --- | --- |",
+    f"| model | seeds | {' | '.join(f'{length:,}' for length in lengths)} |",
+    "| --- " * (2 + len(lengths)) + "|",
   ]
-  for name, values in by_name.items():
-    numbers = (np.mean(values), min(values), max(values))
-    cells = " | ".join(f"{x:.3f}" for x in numbers)
-    lines.append(f"| {name} | {cells} | {len(values)} |")
+  for name, by_length in by_name.items():
+    cells = [_cell(by_length.get(length)) for length in lengths]
+    seeds = max(len(values) for values in by_length.values())
+    lines.append(f"| {name} | {seeds} | {' | '.join(cells)} |")
   return "\n".join(lines)
 
 
-def draw(by_name: dict[str, list[float]], path: pathlib.Path) -> None:
-  """A bar per entry, a dot per seed."""
+def _cell(values: list[float] | None) -> str:
+  if values is None:
+    return ""
+  return f"{np.mean(values):.3f} ({min(values):.3f} to {max(values):.3f})"
+
+
+def draw(
+  by_name: dict[str, dict[int, list[float]]], path: pathlib.Path
+) -> None:
+  """A bar per entry, a dot per seed, of the longest rows of each."""
   names = list(by_name)
   height = 0.8 + 0.35 * len(names)
   figure, axes = plt.subplots(figsize=(7, height), layout="constrained")
-  means = [np.mean(by_name[name]) for name in names]
-  axes.barh(names, means, color="C0", alpha=0.4)
-  for place, name in enumerate(names):
-    values = by_name[name]
+  longest = [by_length[max(by_length)] for by_length in by_name.values()]
+  axes.barh(names, [np.mean(x) for x in longest], color="C0", alpha=0.4)
+  for place, values in enumerate(longest):
     axes.plot(values, [place] * len(values), ".", color="C0")
   axes.set(xlabel="accuracy", xlim=(0, 1))
   axes.invert_yaxis()
@@ -69,24 +80,27 @@ def curves(
 ) -> dict[str, dict[str, dict[int, list[float]]]]:
   """Accuracies by axis, model and place on the axis.
 
-  An axis has the runs that are like the base on the others, and is left out
-  where all of them are in one place.
+  An axis has the tests that are like the base's longest on the others, and is
+  left out where all of them are in one place.
   """
+  tests = [(run, length) for run in runs for length in run.settings.task.tests]
+  longest = max(base.task.tests)
   found: dict[str, dict[str, dict[int, list[float]]]] = {}
   for axis, place in AXES.items():
     others = [AXES[name] for name in AXES if name != axis]
-    same = lambda run, others=others: all(
-      of(run.settings) == of(base) for of in others
+    same = lambda run, length, others=others: all(
+      of(run.settings, length) == of(base, longest) for of in others
     )
-    chosen = [run for run in runs if same(run)]
-    if len({place(run.settings) for run in chosen}) < 2:
+    chosen = [test for test in tests if same(*test)]
+    if len({place(run.settings, length) for run, length in chosen}) < 2:
       continue
     by_model = found.setdefault(axis, {})
-    for run in chosen:
+    for run, length in chosen:
       result = sweep.find(results, run)
       if result is not None:
         by_place = by_model.setdefault(_model(run.settings), {})
-        by_place.setdefault(place(run.settings), []).append(result["accuracy"])
+        values = by_place.setdefault(place(run.settings, length), [])
+        values.append(result["accuracy"][length])
   return found
 
 

@@ -1,13 +1,13 @@
 """What a sweep runs, and the file that its results are kept in."""
 
-import dataclasses
 import json
 import pathlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
-from examples.recall.settings import Settings
+from examples.recall.settings import Settings, plain
+from examples.recall.tasks import Pairs
 
 RESULTS = "results.jsonl"
 
@@ -78,19 +78,29 @@ def sizes(base: Settings) -> dict[str, Settings]:
   """The headline's memories over numbers of pairs, lengths and widths.
 
   All have the vocabulary of the longest rows. Longer rows are a stage more.
+
+  Raises:
+    ValueError: for another task than `Pairs`.
   """
-  *before, last = base.stages
-  longest = 4 * last.length
-  base = replace(base, vocab_size=max(base.vocab_size, longest + 2))
+  if not isinstance(base.task, Pairs):
+    raise ValueError(
+      f"`task` must be 'mqar' for a sweep of sizes: got {base.task.name!r}."
+    )
+  *before, last = base.task.stages
+  vocab_size = max(base.task.vocab_size, 4 * last.length + 2)
+  task = replace(base.task, vocab_size=vocab_size)
+  base = replace(base, task=task)
   entries = {}
   for name, entry in headline(base).items():
     for pairs in (max(1, last.num_pairs // 2), last.num_pairs):
       stages = (*before, last._replace(num_pairs=pairs))
-      entries[f"{name}, {pairs} pairs"] = replace(entry, stages=stages)
+      entries[f"{name}, {pairs} pairs"] = replace(
+        entry, task=replace(task, stages=stages)
+      )
     for factor in (2, 4):
       longer = last._replace(length=factor * last.length)
       entries[f"{name}, length {longer.length}"] = replace(
-        entry, stages=(*base.stages, longer)
+        entry, task=replace(task, stages=(*task.stages, longer))
       )
     for dim in (base.dim // 2, 2 * base.dim):
       entries[f"{name}, width {dim}"] = replace(entry, dim=dim)
@@ -105,11 +115,14 @@ SWEEPS: dict[str, Callable[[Settings], dict[str, Settings]]] = {
 }
 
 
-def runs(sweep: str, base: Settings, seeds: tuple[int, ...]) -> Iterator[Run]:
+def runs(sweep: str, base: Settings, seeds: tuple[int, ...]) -> list[Run]:
   """All runs of a sweep: every entry with its first seed first."""
-  for seed in seeds:
-    for name, settings in SWEEPS[sweep](base).items():
-      yield Run(name, settings, seed)
+  entries = SWEEPS[sweep](base)
+  return [
+    Run(name, settings, seed)
+    for seed in seeds
+    for name, settings in entries.items()
+  ]
 
 
 def load(folder: pathlib.Path) -> list[dict]:
@@ -117,11 +130,12 @@ def load(folder: pathlib.Path) -> list[dict]:
   path = folder / RESULTS
   if not path.exists():
     return []
-  return [
-    json.loads(line)
-    for line in path.read_text().splitlines(keepends=True)
-    if line.endswith("\n")
-  ]
+  lines = path.read_text().splitlines(keepends=True)
+  results = [json.loads(line) for line in lines if line.endswith("\n")]
+  for result in results:  # JSON has no numbers as keys
+    by_length = result["accuracy"].items()
+    result["accuracy"] = {int(length): value for length, value in by_length}
+  return results
 
 
 def find(results: list[dict], run: Run) -> dict | None:
@@ -148,4 +162,4 @@ def append(folder: pathlib.Path, run: Run, result: dict) -> None:
 
 def _plain(settings: Settings) -> dict:
   """As it comes back from a file."""
-  return json.loads(json.dumps(dataclasses.asdict(settings)))
+  return json.loads(json.dumps(plain(settings)))

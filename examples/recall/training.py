@@ -16,7 +16,7 @@ from examples.recall import model
 from examples.recall.settings import Settings
 from memcache_jax.layers import weight_decay_mask
 from memcache_jax.models import next_token_loss, segment_gates
-from memcache_jax.tasks import token_accuracy
+from memcache_jax.tasks import Task
 
 # Streams of random numbers that never meet.
 TRAIN, TEST = 0, 1
@@ -53,13 +53,13 @@ def train_step(
   state: TrainState,
   tokens: Int[Array, "b t"],
   targets: Int[Array, "b t"],
-  answer_mask: Bool[Array, "b t"],
+  learned: Bool[Array, "b t"],
 ) -> tuple[TrainState, Float[Array, ""]]:
-  """One update; returns the loss on the answers, in nats, before it."""
+  """One update; returns the loss where it is learned, in nats, before it."""
 
   def loss(params):
     logits, _ = model.with_params(settings, params)(tokens)
-    return next_token_loss(logits, targets, answer_mask)
+    return next_token_loss(logits, targets, learned)
 
   value, gradient = jax.value_and_grad(loss)(state.params)
   updates, opt_state = optimizer(settings).update(
@@ -99,15 +99,14 @@ def train(
   """
   params = model.initial_params(settings, jnp.asarray(seed))
   state = TrainState(params, optimizer(settings).init(params))
-  stages = [stage for stage in settings.stages for _ in range(stage.steps)]
+  task = settings.task
+  stages = [stage for stage in task.stages for _ in range(stage.steps)]
   every, losses = -(-settings.steps // 20), []
   for step, stage in enumerate(stages, start=1):
     rng = np.random.default_rng([TRAIN, seed, step])
-    rows = settings.task(stage).batch(rng, settings.rows(stage))
-    batch = jax.device_put(rows)
-    state, loss = train_step(
-      settings, state, batch.tokens, batch.targets, batch.answer_mask
-    )
+    rows = task.source(stage).batch(rng, settings.rows(stage.length))
+    inputs = (rows.tokens, rows.targets, task.learned(rows))
+    state, loss = train_step(settings, state, *jax.device_put(inputs))
     losses.append(loss)
     if step % every == 0 or step == settings.steps:
       report(step, float(np.mean(losses)))
@@ -115,24 +114,35 @@ def train(
   return state.params
 
 
-def accuracy(settings: Settings, params: nnx.State) -> float:
-  """Token accuracy on test rows of the last stage."""
-  rng = np.random.default_rng([TEST])
-  stage = settings.stages[-1]
-  rows = settings.task(stage).batch(rng, settings.test_rows)
-  size = min(settings.rows(stage), settings.test_rows)
+def accuracy(settings: Settings, params: nnx.State) -> dict[int, float]:
+  """The score of the task on test rows, by their length."""
+  return {
+    length: _score(settings, params, length, test)
+    for length, test in settings.task.tests.items()
+  }
+
+
+def _score(
+  settings: Settings, params: nnx.State, length: int, test: Task
+) -> float:
+  rows = test.batch(np.random.default_rng([TEST]), settings.test_rows)
+  size = min(settings.rows(length), settings.test_rows)
   predictions = []
   for start in range(0, settings.test_rows, size):
     part = rows.tokens[start : start + size]
     # The last part is filled up, so that all share one compilation.
-    padded = np.resize(part, (size, stage.length))
+    padded = np.resize(part, (size, length))
     predictions.append(predict(settings, params, padded)[: len(part)])
-  return token_accuracy(np.concatenate(predictions), rows)
+  return settings.task.score(np.concatenate(predictions), rows)
 
 
 def gates(settings: Settings, params: nnx.State) -> dict[int, np.ndarray]:
-  """What the tokens of the first test row read: [t n s_and_online] by layer."""
-  rng = np.random.default_rng([TEST])
-  rows = settings.task(settings.stages[-1]).batch(rng, settings.test_rows)
+  """What the tokens of the first row of the shortest test read, by layer.
+
+  Returns:
+    [t n s_and_online] of every layer.
+  """
+  test = settings.task.tests[min(settings.task.tests)]
+  rows = test.batch(np.random.default_rng([TEST]), settings.test_rows)
   found = read_gates(settings, params, rows.tokens[:1])
   return {layer: np.asarray(x[0]) for layer, x in found.items()}

@@ -16,7 +16,11 @@ from memcache_jax.tasks._scoring import (
   token_accuracy,
 )
 from memcache_jax.tasks._selective_copy import SelectiveCopy
-from memcache_jax.tasks._tokenizer import ByteTokenizer, Tokenizer
+from memcache_jax.tasks._tokenizer import (
+  ByteTokenizer,
+  Tokenizer,
+  WordTokenizer,
+)
 
 __all__ = [
   "MQAR",
@@ -31,6 +35,7 @@ __all__ = [
   "Task",
   "TextTask",
   "Tokenizer",
+  "WordTokenizer",
   "exact_match",
   "string_match_all",
   "string_match_any",

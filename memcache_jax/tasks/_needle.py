@@ -134,6 +134,20 @@ class NeedleInHaystack(TextTask):
       depth=depth,
     )
 
+  @property
+  def words(self) -> str:
+    """A text of all words that prompts hold, and all pairs of digits.
+
+    For tokenizers made of a text, such as `WordTokenizer`.
+    """
+    needle = Needle("", "", percent=0.0, place=0.0)
+    prompt, _ = self._prompt(needle, 1)
+    # Both stand after spaces and at the beginning of lines.
+    twice = f"{needle.sentence(self.value)} {self.essays or ''} " * 2
+    keys = [f" {word}-" for word in ADJECTIVES] + [f"-{word}" for word in NOUNS]
+    pairs = [f" {number:02}" for number in range(100)]
+    return "\n".join((prompt, twice, self.essays or "", *keys, *pairs))
+
   def _draw(self, rng: np.random.Generator) -> Needle:
     while True:
       adjective = ADJECTIVES[rng.integers(len(ADJECTIVES))]

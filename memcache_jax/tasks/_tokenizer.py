@@ -1,8 +1,14 @@
-"""What the tasks ask of a tokenizer, and the one that needs no file."""
+"""What the tasks ask of a tokenizer, and those that need no file."""
 
-from collections.abc import Sequence
+import collections
+import functools
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol, Self, runtime_checkable
+
+# Letters, with a space before them, two digits, or any other character.
+_PIECE = re.compile(r" ?[^\W\d_]+|[0-9]{2}|.", re.DOTALL)
 
 
 @runtime_checkable
@@ -53,3 +59,89 @@ class ByteTokenizer:
       ValueError: for an id that is no byte.
     """
     return bytes(tokens).decode(errors="replace")
+
+
+@dataclass(frozen=True)
+class WordTokenizer:
+  """A token for each known word or pair of digits, and bytes for all else.
+
+  A word is a run of letters with the space before it, if there is one. Numbers
+  are cut into pairs of digits from the left. What is not known is spelled, and
+  so are signs and line breaks: every text can be written and read back. For
+  tests at small scale, whose texts have few words: they are about a quarter as
+  long as in bytes.
+
+  Attributes:
+    words: id 256 and following, pairs of digits among them; the ids below are
+      the bytes.
+
+  Raises:
+    ValueError: for what is not a word or a pair, or is given twice.
+
+  Example:
+    >>> from memcache_jax.tasks import WordTokenizer
+    >>> tokenizer = WordTokenizer.of_text("the sky, and the 42")
+    >>> tokenizer.words
+    ('the', ' sky', ' and', ' the', '42')
+    >>> tokenizer.encode("the sky is 421")
+    [256, 257, 32, 105, 115, 32, 260, 49]
+    >>> tokenizer.decode(tokenizer.encode("the sky is 421"))
+    'the sky is 421'
+  """
+
+  words: tuple[str, ...]
+
+  def __post_init__(self):
+    for word in self.words:
+      if not (isinstance(word, str) and _is_word(word)):
+        raise ValueError(
+          "`words` must be letters, with a space before them or not, or two "
+          f"digits: got {word!r}."
+        )
+    word, count = collections.Counter(("", *self.words)).most_common(1)[0]
+    if count > 1:
+      raise ValueError(f"`words` must differ: got {word!r} {count} times.")
+
+  @classmethod
+  def of_text(cls, text: str) -> Self:
+    """Knows what a text has, in the order in which it first occurs."""
+    return cls(tuple(filter(_is_word, dict.fromkeys(_PIECE.findall(text)))))
+
+  @property
+  def vocab_size(self) -> int:
+    """256 and the number of words."""
+    return 256 + len(self.words)
+
+  def encode(self, text: str) -> list[int]:
+    """The ids of a text."""
+    tokens = []
+    for piece in _PIECE.findall(text):
+      token = self._ids.get(piece)
+      tokens += piece.encode() if token is None else (token,)
+    return tokens
+
+  def decode(self, tokens: Sequence[int]) -> str:
+    """The text of ids; bytes that are no UTF-8 become U+FFFD.
+
+    Raises:
+      ValueError: for an id that is neither a byte nor a word.
+    """
+    if bad := [x for x in tokens if not 0 <= x < self.vocab_size]:
+      raise ValueError(
+        f"`tokens` must be from 0 to {self.vocab_size - 1}: got {bad[0]}."
+      )
+    parts = (
+      bytes([x]) if x < 256 else self.words[x - 256].encode() for x in tokens
+    )
+    return b"".join(parts).decode(errors="replace")
+
+  @functools.cached_property
+  def _ids(self) -> Mapping[str, int]:
+    return {word: 256 + place for place, word in enumerate(self.words)}
+
+
+def _is_word(piece: str) -> bool:
+  """Whether it is a piece of more than a byte, which has an id already."""
+  is_pair = re.fullmatch("[0-9]{2}", piece) is not None
+  is_word = is_pair or piece.removeprefix(" ").isalpha()
+  return is_word and len(piece.encode()) > 1

@@ -11,23 +11,29 @@ from absl import app, flags
 from absl.testing import flagsaver
 
 from examples.recall import main, model, report, sweep, training
-from examples.recall.settings import AggregateName, MemoryName, Settings
+from examples.recall.settings import (
+  AggregateName,
+  MemoryName,
+  parse,
+  plain,
+)
 
 pytestmark = pytest.mark.slow
 
 ROOT = pathlib.Path(__file__).parents[2]
 CONFIGS = sorted(
-  path.stem
-  for path in (ROOT / "configs" / "mqar").glob("*.py")
+  f"{path.parent.name}.{path.stem}"
+  for task in ("mqar", "needle")
+  for path in (ROOT / "configs" / task).glob("*.py")
   if path.stem != "__init__"
 )
 
 
-def changed(folder, field):
+def changed(folder, field, task="mqar"):
   """A config file that is `tiny` but for a field."""
   path = folder / "changed.py"
   path.write_text(
-    "from configs.mqar import tiny\n\n\n"
+    f"from configs.{task} import tiny\n\n\n"
     "def get_config():\n"
     "  config = tiny.get_config()\n"
     f"  config.{field}\n"
@@ -38,22 +44,27 @@ def changed(folder, field):
 
 # ml_collections loads config files in a way that Python has deprecated.
 @pytest.mark.filterwarnings("ignore:.*load_module:DeprecationWarning")
+@pytest.mark.parametrize(
+  ("task", "lengths", "gates"), [("mqar", 1, True), ("needle", 2, False)]
+)
 @flagsaver.flagsaver()
-def test_the_command_runs(tmp_path, capsys):
-  out = tmp_path / "results.json"
-  config = ROOT / "configs" / "mqar" / "tiny.py"
-  gates = tmp_path / "gates.png"
+def test_the_command_runs(tmp_path, capsys, task, lengths, gates):
+  out, drawn = tmp_path / "results.json", tmp_path / "gates.png"
+  config = ROOT / "configs" / task / "tiny.py"
   flags.FLAGS(
-    ["main", f"--config={config}", f"--out={out}", f"--gates={gates}"]
+    ["main", f"--config={config}", f"--out={out}"]
+    + [f"--gates={drawn}"] * gates
   )
   with jax.numpy_dtype_promotion("standard"):  # optax needs it
     main.main(["main"])
-  assert "over 2 seeds" in capsys.readouterr().out
+  assert capsys.readouterr().out.count("over 2 seeds") == lengths
   results = json.loads(out.read_text())
   assert [run["seed"] for run in results["runs"]] == [0, 1]
-  assert all(0 <= run["accuracy"] <= 1 for run in results["runs"])
-  assert results["settings"]["memory"] == "linear"
-  assert gates.stat().st_size > 1000
+  for run in results["runs"]:
+    assert len(run["accuracy"]) == lengths
+    assert all(0 <= value <= 1 for value in run["accuracy"].values())
+  assert results["settings"]["task"]["name"] == task
+  assert not gates or drawn.stat().st_size > 1000
 
 
 # As above.
@@ -114,14 +125,14 @@ def test_a_sweep_goes_on_where_it_stopped(tmp_path, capsys, monkeypatch):
 
   monkeypatch.setattr(training, "train", train)
   monkeypatch.setattr(
-    training, "accuracy", lambda settings, params: 0.5 + 0.25 * params
+    training, "accuracy", lambda settings, params: {16: 0.5 + 0.25 * params}
   )
   with pytest.raises(SystemExit) as stop:
     main.main(["main"])
   assert stop.value.code == 130
   assert "stopped: what is done" in capsys.readouterr().out
   with (tmp_path / sweep.RESULTS).open("a") as file:
-    file.write('{"settings": {"length"')  # what a crash leaves
+    file.write('{"settings": {"task"')  # what a crash leaves
   stop_after = None
   main.main(["main"])
   entries = sweep.headline(trained[0][0])
@@ -130,18 +141,18 @@ def test_a_sweep_goes_on_where_it_stopped(tmp_path, capsys, monkeypatch):
   main.main(["main"])
   assert len(trained) == 2 * len(entries)
   table = (tmp_path / report.TABLE).read_text()
-  assert table.count("| 0.625 | 0.500 | 0.750 | 2 |") == len(entries)
+  assert table.count("| 2 | 0.625 (0.500 to 0.750) |") == len(entries)
   assert table.strip() in capsys.readouterr().out
   assert (tmp_path / report.FIGURE).stat().st_size > 1000
 
 
 def test_a_sweep_of_sizes_is_drawn_against_each_of_them(tmp_path):
-  base = Settings(**_fields("small"))
-  runs = list(sweep.runs("sizes", base, (0, 1)))
+  base = parse(_fields("mqar.small"))
+  runs = sweep.runs("sizes", base, (0, 1))
   for run in runs:
-    last = run.settings.stages[-1]
+    last = run.settings.task.stages[-1]
     value = run.settings.dim / (last.num_pairs * last.length) + run.seed
-    sweep.append(tmp_path, run, {"accuracy": value})
+    sweep.append(tmp_path, run, {"accuracy": {last.length: value}})
   results = sweep.load(tmp_path)
   found = report.curves(runs, results, base)
   at = lambda pairs, length, dim: [dim / (pairs * length) + s for s in (0, 1)]
@@ -160,26 +171,53 @@ def test_a_sweep_of_sizes_is_drawn_against_each_of_them(tmp_path):
   assert report.curves(one, results, base) == {}  # nothing to draw against
 
 
+def test_needles_are_drawn_against_the_lengths_of_the_tests(tmp_path):
+  base = parse(_fields("needle.tiny"))
+  runs = sweep.runs("headline", base, (0, 1))
+  for run in runs[:-1]:  # the last one is not there yet
+    accuracy = {length: run.seed / length for length in base.task.tests}
+    sweep.append(tmp_path, run, {"accuracy": accuracy})
+  table = report.write(tmp_path, runs, sweep.load(tmp_path), base)
+  assert table.splitlines()[0] == "| model | seeds | 140 | 280 |"
+  row = "| linear | 2 | 0.004 (0.000 to 0.007) | 0.002 (0.000 to 0.004) |"
+  assert row in table
+  assert "| linear, logarithmic | 1 | 0.000 (0.000 to 0.000) |" in table
+  found = report.curves(runs, sweep.load(tmp_path), base)
+  assert found.keys() == {"length"}
+  assert found["length"]["linear, residual"] == {
+    140: [0, 1 / 140],
+    280: [0, 1 / 280],
+  }
+  assert (tmp_path / report.CURVES).stat().st_size > 1000
+
+
+@pytest.mark.parametrize("task", ["mqar", "needle"])
 @pytest.mark.parametrize("name", sorted(sweep.SWEEPS))
-def test_every_entry_of_a_sweep_is_another_model_or_task(name):
-  settings = Settings(**_fields("small"))
-  entries = sweep.SWEEPS[name](settings)
+def test_every_entry_of_a_sweep_is_another_model_or_task(name, task):
+  settings = parse(_fields(f"{task}.small"))
+  if (name, task) == ("sizes", "needle"):
+    with pytest.raises(ValueError, match="`task` must be 'mqar' for a sweep"):
+      sweep.runs(name, settings, (0,))
+    return
+  entries = {run.name: run.settings for run in sweep.runs(name, settings, (0,))}
   for entry in entries.values():
     model.config(entry)
-    for stage in entry.stages:
-      assert entry.rows(stage) * stage.length <= entry.batch_tokens
+    for stage in entry.task.stages:
+      rows = entry.rows(stage.length)
+      assert 1 <= rows <= entry.batch_tokens / stage.length
   assert len(set(entries.values())) == len(entries)
 
 
 def _fields(name):
-  fields = dict(importlib.import_module(f"configs.mqar.{name}").get_config())
+  config = importlib.import_module(f"configs.{name}").get_config()
+  fields = config.to_dict()
   del fields["seeds"]
   return fields
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_configs_make_models_of_every_kind(name):
-  module = importlib.import_module(f"configs.mqar.{name}")
+  module = importlib.import_module(f"configs.{name}")
   assert "Command:" in module.__doc__
   assert "Result:" in module.__doc__
   assert module.get_config().seeds
@@ -189,22 +227,42 @@ def test_configs_make_models_of_every_kind(name):
     for aggregate in typing.get_args(AggregateName):
       fields |= {"memory": memory, "aggregate": aggregate}
       if memory != "attention" or aggregate == "none":
-        made.add(model.config(Settings(**fields)).pattern)
-  assert len(made) == 31  # no two of them are the same
-  for name in ("memory", "aggregate", "gate", "write_mode"):
+        made.add(model.config(parse(fields)).pattern)
+  assert parse(plain(parse(fields))) == parse(fields)
+  soft = {"aggregate": "sparse", "selection": "straight_through"}
+  made.add(model.config(parse(fields | soft)).pattern)
+  assert len(made) == 32  # no two of them are the same
+  for name in ("memory", "aggregate", "gate", "selection", "write_mode"):
     with pytest.raises(ValueError, match=f"`{name}` must be one of .*'typo'"):
-      Settings(**fields | {name: "typo"})
+      parse(fields | {name: "typo"})
+
+
+@pytest.mark.parametrize(
+  ("task", "change", "match"),
+  [
+    ("mqar", {"stages": ()}, "`stages` must be a tuple of at least one: got"),
+    ("mqar", {"stages": (16, 2, 1)}, "`stages` must hold a length, .* got 16"),
+    ("mqar", {"stages": ((16, 2, 1.5),)}, "`stages` must hold .*16, 2, 1.5"),
+    ("mqar", {"stages": ((16, 2),)}, "hold a length, a number .*\\(16, 2\\)"),
+    ("mqar", {"stages": ((16, 2, 0),)}, "`steps` must be at least 1: got 0"),
+    ("mqar", {"stages": ((16, 5, 1),)}, "`num_pairs` must be at most a quart"),
+    ("needle", {"stages": ((140, 2, 1),)}, "hold a length and steps each"),
+    ("needle", {"stages": ((60, 2),)}, "`length` must be at least 107, 6 of"),
+    ("needle", {"test_lengths": 280}, "`test_lengths` must be .* got 280"),
+    ("needle", {"test_lengths": (60,)}, "`length` must be at least 107, 6 of"),
+    ("needle", {"name": "typo"}, "`task` must have a name, .*'typo'"),
+    ("needle", {"name": "mqar"}, "`task` must have \\['stages', 'vocab_size'"),
+  ],
+)
+def test_wrong_fields_of_a_task_are_named(task, change, match):
+  fields = _fields(f"{task}.tiny")
+  with pytest.raises(ValueError, match=match):
+    parse(fields | {"task": fields["task"] | change})
 
 
 @pytest.mark.parametrize(
   ("change", "match"),
   [
-    ({"stages": ()}, "`stages` must be a tuple of at least one: got"),
-    ({"stages": (16, 2, 1)}, "`stages` must hold a length, .* got 16"),
-    ({"stages": ((16, 2, 1.5),)}, "`stages` must hold .* got \\(16, 2, 1.5"),
-    ({"stages": ((16, 2),)}, "`stages` must hold a length, .* got \\(16, 2\\)"),
-    ({"stages": ((16, 2, 0),)}, "`steps` must be at least 1: got 0"),
-    ({"stages": ((16, 5, 1),)}, "`num_pairs` must be at most a quarter"),
     ({"batch_tokens": 15}, "`batch_tokens` must hold a row of 16 tokens"),
     ({"test_rows": 0}, "`test_rows` must be an integer of at least 1: got 0"),
     ({"dim": 16.0}, "`dim` must be an integer of at least 1: got 16.0"),
@@ -213,14 +271,16 @@ def test_configs_make_models_of_every_kind(name):
 )
 def test_wrong_fields_are_named(change, match):
   with pytest.raises(ValueError, match=match):
-    Settings(**_fields("tiny") | change)
+    parse(_fields("mqar.tiny") | change)
 
 
 def test_every_stage_is_trained_for_its_steps(monkeypatch):
-  settings = Settings(**_fields("tiny"))
+  fields = _fields("mqar.tiny")
+  fields["task"]["stages"] = ((8, 1, 2), (16, 2, 2))
+  settings = parse(fields)
   seen = []
 
-  def train_step(settings, state, tokens, targets, answer_mask):
+  def train_step(settings, state, tokens, targets, learned):
     seen.append(tokens.shape)
     return state, 0.0
 

@@ -14,6 +14,7 @@ from memcache_jax.tasks import (
   Extraction,
   NeedleInHaystack,
   Phonebook,
+  WordTokenizer,
   exact_match,
   string_match_all,
   string_match_any,
@@ -36,25 +37,16 @@ PAGES = tuple(
 )
 
 
-class WordTokenizer:
-  """One id per word or other character: lengths that are not those of bytes."""
-
-  vocab_size = 5000
-
-  def __init__(self):
-    self._ids: dict[str, int] = {}
-
-  def encode(self, text: str) -> list[int]:
-    return [
-      self._ids.setdefault(piece, len(self._ids))
-      for piece in re.findall(r"\w+|\W", text)
-    ]
-
-  def decode(self, tokens) -> str:
-    pieces = list(self._ids)
-    return "".join(pieces[token] for token in tokens)
+def generator(seed: int = 0) -> np.random.Generator:
+  return np.random.default_rng(seed)
 
 
+# For lengths that are not those of bytes; most keys and names are spelled.
+IN_WORDS = WordTokenizer.of_text(
+  ESSAY
+  + NeedleInHaystack(length=900).sample(generator()).prompt
+  + Phonebook(length=900).sample(generator()).prompt
+)
 TASKS = {
   "noise": NeedleInHaystack(length=700, max_new_tokens=16),
   "essay": NeedleInHaystack(length=900, essays=ESSAY, max_new_tokens=16),
@@ -63,19 +55,15 @@ TASKS = {
   ),
   "phonebook": Phonebook(length=600, max_new_tokens=16),
   "extraction": Extraction(length=240, documents=PAGES),
-  "noise, in words": NeedleInHaystack(length=300, tokenizer=WordTokenizer()),
+  "noise, in words": NeedleInHaystack(length=300, tokenizer=IN_WORDS),
   "essay, in words": NeedleInHaystack(
-    length=600, essays=ESSAY, tokenizer=WordTokenizer()
+    length=400, essays=ESSAY, max_new_tokens=16, tokenizer=IN_WORDS
   ),
   "phonebook, in words": Phonebook(
-    length=600, max_new_tokens=16, tokenizer=WordTokenizer()
+    length=600, max_new_tokens=16, tokenizer=IN_WORDS
   ),
 }
 each_task = pytest.mark.parametrize("name", TASKS)
-
-
-def generator(seed: int = 0) -> np.random.Generator:
-  return np.random.default_rng(seed)
 
 
 def reader_of(name: str):
@@ -265,7 +253,7 @@ def test_the_smallest_length_is_named_and_enough(make, as_a_user):
     assert sample.num_tokens + make(needed).max_new_tokens <= needed
 
 
-class NegativeTokenizer(WordTokenizer):
+class NegativeTokenizer(ByteTokenizer):
   def encode(self, text: str) -> list[int]:
     return [-1] * len(text)
 
@@ -282,6 +270,10 @@ class NegativeTokenizer(WordTokenizer):
     (lambda: NeedleInHaystack(length=900, value="word"), "`value` must be"),
     (lambda: NeedleInHaystack(length=900, depth=2), "`depth` must be a num"),
     (lambda: NeedleInHaystack(length=900, tokenizer=str), "`tokenizer` must"),
+    (lambda: WordTokenizer((" a", "b c")), "`words` must be letters, .*'b c'"),
+    (lambda: WordTokenizer(("7",)), "`words` must be letters, .* got '7'"),
+    (lambda: WordTokenizer((" a", "bc", " a")), "`words` .* ' a' 2 times"),
+    (lambda: IN_WORDS.decode([5, 999]), "`tokens` must be from 0 to .* 999"),
     (lambda: Phonebook(length=900, num_entries=2), "`num_entries` .* least 3"),
     (lambda: Phonebook(length=900, num_entries=10**6), "at most 56"),
     (lambda: Extraction(length=900, documents="x: abc"), "tuple of texts"),
@@ -291,7 +283,7 @@ class NegativeTokenizer(WordTokenizer):
       lambda: NeedleInHaystack(length=900, tokenizer=NegativeTokenizer()).batch(
         generator(), 1
       ),
-      "`tokenizer` must give ids from 0 to 4999: got ids from -1 to -1",
+      "`tokenizer` must give ids from 0 to 255: got ids from -1 to -1",
     ),
   ],
 )
@@ -348,11 +340,29 @@ def test_largest_counts_few_times():
   assert len(asked) <= 14
 
 
+@pytest.mark.parametrize("tokenizer", [ByteTokenizer(), IN_WORDS])
 @settings(max_examples=20, deadline=None)
-@given(st.text(alphabet="a\n£é日🙂", max_size=20))
-def test_bytes_round_trip(text):
-  tokenizer = ByteTokenizer()
+@given(text=st.text(alphabet="a I\n£é日_²7🙂", max_size=20))
+def test_what_is_encoded_can_be_decoded(tokenizer, text):
   assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_words_and_pairs_of_digits_are_those_of_the_text():
+  tokenizer = WordTokenizer.of_text("A cat,a cat_é is 123x²\nnot naïve.")
+  assert tokenizer.words == (" cat", "é", " is", "12", "not", " naïve")
+  assert tokenizer.vocab_size == 256 + 6
+  assert len(tokenizer.encode(" cat is not")) == 2 + len(" not")
+  assert len(tokenizer.encode("1212 1312")) == 2 + len(" ") + len("13") + 1
+
+
+def test_a_tokenizer_of_all_words_of_needles_spells_none(as_a_user):
+  for task in (TASKS["noise"], TASKS["essay"]):
+    tokenizer = WordTokenizer.of_text(task.words)
+    for sample in draw(task, 50):
+      tokens = tokenizer.encode(sample.prompt + sample.continuation)
+      spelled = {chr(token) for token in tokens if token < 256}
+      assert spelled <= {*' \n-:.,?!"0123456789', "A", "I"}, spelled
+      assert tokens[-1] < 256 <= min(tokens[-4:-1])  # of seven digits
 
 
 def test_scores():

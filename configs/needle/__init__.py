@@ -1,0 +1,1 @@
+"""A needle in a haystack of noise: `python -m examples.recall.main`."""
