@@ -13,7 +13,7 @@ _VMEM_LIMIT = (64 - 8) * _MIB
 _HIDDEN = 128 * 1024
 # Tokens of an inner batch: their scores are a register or a few.
 _COLUMNS = 256
-# The same on a GPU, and weights of a network: more would spill.
+# The same on a GPU, and weights of a network: with more, registers spill.
 _TRITON_COLUMNS = {"bfloat16": 32, "float32": 16}
 _HELD = 64 * 64
 # Networks whose gradients are taken together on a GPU: enough programs, and
