@@ -61,9 +61,10 @@ def run(model, tokens, state=None, mask=None, starts=None):
 def test_any_split_is_one_call():
   model = make()
   rng = np.random.default_rng(0)
-  mask = jnp.asarray(rng.random((2, LENGTH)) < 0.8)
-  starts = jnp.asarray(rng.random((2, LENGTH)) < 0.2)
-  whole, _ = run(model, tokens(), mask=mask, starts=starts)
+  mask = rng.random((2, LENGTH)) < 0.8
+  starts = rng.random((2, LENGTH)) < 0.2
+  text = np.asarray(tokens())
+  whole, _ = run(model, text, mask=mask, starts=starts)
   chex.assert_shape(whole, (2, LENGTH, VOCAB))
   assert not np.any(np.where(mask[..., None], 0, whole))
   for lengths in (lengths_of_pieces(LENGTH), [1, 9, 1, 1, 9, 1]):
@@ -71,7 +72,7 @@ def test_any_split_is_one_call():
     for length in lengths:
       piece = slice(begin, begin + length)
       logits, state = run(
-        model, tokens()[:, piece], state, mask[:, piece], starts[:, piece]
+        model, text[:, piece], state, mask[:, piece], starts[:, piece]
       )
       parts.append(logits)
       begin += length
