@@ -88,7 +88,7 @@ def test_memory_as_context_is_traced_over_rows_and_heads():
     state = sharding.on_mesh(sharding.abstract_state(settings), layout.state)
     rows = sharding.abstract_batch(settings)
     rows = sharding.on_mesh(rows, jax.tree.map(lambda _: layout.batch, rows))
-    training.compiled(settings, layout)[0].trace(state, rows)
+    training.compiled(settings, layout)[1].trace(state.params, rows)
 
 
 def test_eight_then_four_then_one_device_equal_one(tmp_path):
