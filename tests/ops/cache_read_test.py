@@ -7,6 +7,7 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 
 from memcache_jax.ops import cache_read
+from memcache_jax.ops.cache_read._plan import make_plan
 from memcache_jax.testing import assert_close
 
 
@@ -77,3 +78,26 @@ def test_wrong_shapes():
   q, states, weights = _inputs(4, 3)
   with pytest.raises(ValueError, match="`weights` must have axes"):
     cache_read(q, states, weights[..., :2])
+
+
+def test_a_plan_gives_every_pair_a_place():
+  slots, tile, shape = 6, 4, (2, 11, 2, 2)
+  rng = np.random.default_rng(0)
+  # Two memories are never selected, the last one among them.
+  index = np.array([0, 1, 3, 4])[rng.random((*shape[:3], 4)).argsort(-1)]
+  index = np.where(rng.random(shape) < 0.2, -1, index[..., :2])
+  plan = jax.jit(lambda index: make_plan(index, slots, tile))(index)
+  memory, pair, place = np.swapaxes(plan.memory, 1, 2), plan.pair, plan.place
+  for row, head in np.ndindex(shape[0], shape[2]):
+    chosen = index[row, :, head].reshape(-1)
+    here, there = np.asarray(pair[row, head]), np.asarray(place[row, head])
+    np.testing.assert_array_equal(there >= 0, chosen >= 0)
+    np.testing.assert_array_equal(
+      here[there[chosen >= 0]], np.flatnonzero(chosen >= 0)
+    )
+    assert np.sum(here >= 0) == np.sum(chosen >= 0)
+    tiles = memory[row, head]
+    np.testing.assert_array_equal(
+      tiles[there[chosen >= 0] // tile], chosen[chosen >= 0]
+    )
+    assert np.all(np.diff(tiles) >= 0)

@@ -39,29 +39,31 @@ def make_plan(index: Int[Array, "b t n r"], slots: int, tile: int) -> Plan:
   group = jnp.transpose(index, (0, 2, 1, 3)).reshape(b, n, pairs)
   group = jnp.where(group < 0, slots, group)
 
+  marks = jnp.arange(slots + 1, dtype=group.dtype)
+
   def head(group):
-    order = _stable_order(group, slots)
-    ordered = group[order]
-    edges = jnp.arange(slots + 1, dtype=group.dtype)
-    # Comparing all numbers is less than reading all pairs, and has no loop.
-    find = functools.partial(jnp.searchsorted, method="compare_all")
-    first = find(ordered, edges).astype(jnp.int32)
-    count = first[1:] - first[:-1]
+    # A mark before the pairs of each memory: where it is after sorting says
+    # where they begin, and nothing needs to be searched for.
+    order = _stable_order(jnp.concatenate([marks, group]), slots)
+    rank = _stable_order(order, pairs + slots)
+    first, rank = rank[: slots + 1] + 1, rank[slots + 1 :]
+    count = first[1:] - first[:-1] - 1
     needed = -(-count // tile)
     after = jnp.cumsum(needed)
     number = jnp.arange(tiles, dtype=jnp.int32)
+    # Comparing all numbers: of so few, it takes less than a loop.
+    find = functools.partial(jnp.searchsorted, method="compare_all")
     memory = find(after, number, side="right").astype(jnp.int32)
     memory = jnp.minimum(memory, slots - 1)
     # Place c of tile p holds the pair number (p - tiles before) tile + c of
     # those that selected its memory.
-    before = (after - needed)[memory]
-    offset = (number - before)[:, None] * tile + jnp.arange(tile)[None]
+    before = after - needed
+    offset = (number - before[memory])[:, None] * tile + jnp.arange(tile)[None]
     filled = offset < count[memory][:, None]
-    source = jnp.clip(first[memory][:, None] + offset, 0, pairs - 1)
-    pair = jnp.where(filled, order[source], -1).reshape(-1)
-    rank = _stable_order(order, pairs)
-    clipped = jnp.minimum(group, slots - 1)
-    place = (after - needed)[clipped] * tile + rank - first[clipped]
+    source = jnp.clip(first[memory][:, None] + offset, 0, pairs + slots)
+    pair = jnp.where(filled, order[source] - slots - 1, -1).reshape(-1)
+    shift = before * tile - first[:-1]
+    place = rank + shift[jnp.minimum(group, slots - 1)]
     return memory, pair, jnp.where(group < slots, place, -1)
 
   memory, pair, place = jax.vmap(jax.vmap(head))(group)
