@@ -3,7 +3,7 @@
 Command: python -m examples.recall.main --config=configs/needle/small.py
   e.g. with --config.aggregate=none to compare
 Hardware: made for 2 CPU cores
-Result: none yet. Up to 2,000 steps, which were tried, find the key and not the
+Result: none yet. Up to 6,000 steps, which were tried, find the key and not the
   number: see examples/recall/RESULTS.md.
 """
 
