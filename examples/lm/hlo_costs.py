@@ -111,7 +111,7 @@ def _callees(computations, line: str) -> list[tuple[str, int]]:
   if " conditional(" in line:
     return [
       (name, 1)
-      for names in re.findall(r"_computations?=\{?([^},]*)", line)
+      for names in re.findall(r"_computations?=(\{[^}]*|[^,]*)", line)
       for name in re.findall(r"%([\w.\-]+)", names)
     ]
   return []

@@ -162,8 +162,7 @@ class ShortConv(nnx.Module):
 
   def _last(self, inputs, age, count):
     """The last inputs of each row that belong to its last document."""
-    b, length = inputs.shape[:2]
-    tail = self.width - 1
+    length, tail = inputs.shape[1], self.width - 1
     if count is None:
       last = inputs[:, length - tail :]
       age = None if age is None else age[:, -1]
@@ -171,8 +170,8 @@ class ShortConv(nnx.Module):
       index = count[:, None] + jnp.arange(tail)[None]
       last = token_layout.take_tokens(inputs, index)
       if age is not None:
-        before = jnp.full((b, 1), tail, jnp.int32)
-        age = jnp.concatenate([before, age], axis=1)
+        # Of the state before the first token.
+        age = jnp.pad(age, [(0, 0), (1, 0)], constant_values=tail)
         age = token_layout.take_tokens(age, count)
     if age is None:
       return last

@@ -4,6 +4,7 @@ import json
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 from examples.lm import aot_report, aot_table, hlo_costs
 
@@ -64,6 +65,20 @@ def test_loops_are_multiplied_out():
   assert found.kernels == 3 * 4
   in_main = 32 * 4 + 4 * (4 + 2) + 64 * 2
   assert found.collective_bytes == in_main + 12 * 16 * 8 * 2
+
+
+@pytest.mark.parametrize(
+  "branches",
+  [
+    "branch_computations={%body, %inner}",
+    "true_computation=%body, false_computation=%inner",
+  ],
+)
+def test_branches_count_each(branches):
+  before, _ = PROGRAM.split("ENTRY")
+  main = f"  ROOT %c = f32[8]{{0}} conditional(%i, %p, %p), {branches}"
+  text = f"{before}ENTRY %main.9 (p: f32[8]) -> f32[8] {{\n{main}\n}}\n"
+  assert hlo_costs.costs(text).cycles == 4 * 10 + 100 + 10
 
 
 def test_a_program_of_this_machine_can_be_read():

@@ -380,6 +380,24 @@ def test_rows_without_room_become_nan_and_others_do_not():
     assert np.all(np.isnan(a[1]))
 
 
+def test_one_inner_batch_in_bfloat16():
+  """A CPU multiplies operands of bfloat16 in some layouts only, if large."""
+  x, _ = make(t=16, k=32)
+  network = op.MLP(hidden_factor=2)
+  params = network.init_params(jax.random.key(1), N, 32, 32)
+  options = {"architecture": network, "loss": op.L2(), "inner_batch": 16}
+
+  @jax.jit
+  def run(q, k, v, step, params):
+    return op.mlp_memory(q, k, v, params, step=step, **options)[0]
+
+  exact = tuple(x[name] for name in "qkv")
+  got = run(*(x.astype(jnp.bfloat16) for x in exact), x["step"], params)
+  assert got.dtype == jnp.bfloat16
+  expected = run(*exact, x["step"], params)
+  assert_close(got.astype(jnp.float32), expected, 5e-2)
+
+
 @pytest.mark.usefixtures("as_a_user")
 def test_errors_name_the_argument():
   x, where = make()

@@ -73,8 +73,16 @@ def _inputs(length):
 
 
 def _in_two_calls(layer, x):
+  """In the second one some tokens are masked and some start a document."""
   first, state = layer(x[:, :9], layer.init_state(BATCH, 64))
-  second, state = layer(x[:, 9:], state)
+  x = x[:, 9:]
+  second, state = layer(
+    x,
+    state,
+    mask=x[..., 0] < 1,
+    starts=x[..., 1] > 0,
+    max_unaligned_starts=x.shape[1],
+  )
   return jnp.concatenate([first, second], axis=1), state
 
 
