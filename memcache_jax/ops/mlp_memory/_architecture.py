@@ -13,9 +13,9 @@ from typing import Literal, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from memcache_jax import numerics
 from memcache_jax.array_typing import Array, Float, Params, PRNGKeyArray
 from memcache_jax.ops import _checks
+from memcache_jax.ops.mlp_memory._product import product
 
 Affine: TypeAlias = Callable[
   [str, Float[Array, "b n t i"]], Float[Array, "b n t o"]
@@ -252,7 +252,7 @@ def apply_affine(
   weights: Params, name: str, x: Float[Array, "b n t i"], dtype: jnp.dtype
 ) -> Float[Array, "b n t o"]:
   """``x W + b`` of one map, float32; weights [b n ...]."""
-  z = numerics.matmul("bnti,bnio->bnto", x, weights[name], dtype=dtype)
+  z = product(x, weights[name], dtype)
   bias = weights.get(bias_name(name))
   return z if bias is None else z + bias[:, :, None]
 

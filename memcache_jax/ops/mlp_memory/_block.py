@@ -74,17 +74,15 @@ def begin(rule: Rule, initial: Params) -> Carry:
   return Carry(initial, momentum, None, None)
 
 
-def begin_alike(initial: Params, dtype: jnp.dtype) -> Carry:
-  """The same where a block is run by itself, with operands of a dtype.
+def begin_alike(initial: Params) -> Carry:
+  """The same where a block is run by itself.
 
   Nothing is multiplied by a momentum of zeros, and one copy [1 n ...] of the
-  weights, which all rows begin with, is the factor of all rows' tokens. XLA has
-  no such product for a CPU but of float32.
+  weights, which all rows begin with, is the factor of all rows' tokens.
   """
 
   def one(x):
-    spread = sharding.spec_of(x)[0] is not None
-    return x if spread or dtype != jnp.float32 else x[:1]
+    return x if sharding.spec_of(x)[0] is not None else x[:1]
 
   return Carry(jax.tree.map(one, initial), None, None, None)
 

@@ -64,7 +64,7 @@ def run_blocks(
   if carry is None and count <= _FEW and pieces == 1:
     block = jax.tree.map(lambda x: x[0], blocks)
     blocks = jax.tree.map(lambda x: x[1:], blocks)
-    now, y = run(begin_alike(initial, block.q.dtype), block)
+    now, y = run(begin_alike(initial), block)
     reads.append(y[None])
     count -= 1
   else:

@@ -11,7 +11,6 @@ where W_0 and S_0 are the weights and the momentum before the piece. No weight
 gradient of a token is ever built.
 """
 
-import functools
 from typing import NamedTuple
 
 import jax
@@ -21,6 +20,7 @@ from memcache_jax import numerics
 from memcache_jax.array_typing import Array, Float, Params, Shaped
 from memcache_jax.ops.mlp_memory._architecture import bias_name
 from memcache_jax.ops.mlp_memory._coefficients import Coefficients
+from memcache_jax.ops.mlp_memory._product import product
 from memcache_jax.ops.mlp_memory._state import Rule
 
 
@@ -215,14 +215,11 @@ def _read(rule, static, memories, scale, piece):
 
 def _product(decay, z, weight, carry, momentum, name, dtype):
   """The part of a map that was there before: weights, and their momentum."""
-  product = functools.partial(
-    numerics.matmul, "bnci,bnio->bnco", z, dtype=dtype
-  )
-  out = product(weight)
+  out = product(z, weight, dtype)
   out = out if decay is None else numerics.scale_rows(out, decay)
   if momentum is None:
     return out
-  return out + numerics.scale_rows(product(momentum[name]), carry)
+  return out + numerics.scale_rows(product(z, momentum[name], dtype), carry)
 
 
 def _mix(memories, name, z, weights, dtype):
