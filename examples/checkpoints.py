@@ -71,6 +71,8 @@ class Checkpoints:
     """
     if step == self._newest:
       return
+    if self._manager.is_saving_in_progress():
+      self._say(f"step {step} waits for checkpoint {self._newest} to be saved")
     self._manager.save(
       step,
       args=ocp.args.Composite(

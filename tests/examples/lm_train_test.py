@@ -6,6 +6,7 @@ import json
 import os
 import pathlib
 import re
+import threading
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -407,6 +408,30 @@ def test_wrong_input_leaves_nothing_behind(here, options, message):
 
 def like():
   return {"x": jax.ShapeDtypeStruct((3,), jnp.float32)}
+
+
+def test_waiting_for_a_slow_disk_is_said(tmp_path, monkeypatch):
+  """And the slow checkpoint is whole all the same."""
+  rename, go_on = os.rename, threading.Event()
+
+  def slow(source, target):
+    if pathlib.Path(target) == tmp_path / "checkpoints" / "1":
+      assert go_on.wait(60)
+    rename(source, target)
+
+  def say(line):
+    said.append(line)
+    go_on.set()
+
+  monkeypatch.setattr(os, "rename", slow)
+  said = []
+  checkpoints = Checkpoints(tmp_path, say, background=True)
+  for step in (1, 2):
+    checkpoints.save(step, {"x": jnp.full(3, float(step))}, {"step": step})
+  checkpoints.close()
+  assert said == ["step 2 waits for checkpoint 1 to be saved"]
+  names = {path.name for path in (tmp_path / "checkpoints").iterdir()}
+  assert {"1", "2"} <= names
 
 
 def test_a_step_without_its_mark_is_passed_over_or_whole(tmp_path):
