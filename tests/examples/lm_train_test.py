@@ -367,8 +367,8 @@ def test_a_loss_that_is_not_finite_stops_the_run(here, monkeypatch):
   monkeypatch.setattr(sharding, "initial_state", spoiled)
   with pytest.raises(train.TrainingError, match="step 1 is not finite") as e:
     run(TINY)
-  batch = np.load(re.search(r"is in (\S+)", str(e.value))[1])
-  assert batch["tokens"].shape == (2, 32)
+  with np.load(re.search(r"is in (\S+)", str(e.value))[1]) as batch:
+    assert batch["tokens"].shape == (2, 32)
   assert not list((here / "run" / "checkpoints").glob("2*"))
 
 
