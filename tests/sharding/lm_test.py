@@ -39,12 +39,14 @@ SETTINGS = Settings(
   batch_size=16,
   length=32,
 )
-# Devices of each session of a run, one after the other.
 MESHES = [
   (8, MeshSettings(fsdp=4, tensor=2)),
   (4, MeshSettings(fsdp=2, sequence=2)),
   (1, MeshSettings()),
+  (8, MeshSettings(fsdp=4, sequence=2)),
 ]
+# Meshes of the sessions of a run, one after the other.
+SESSIONS = (0, 3, 1, 2)
 
 
 def batch(seed):
@@ -95,13 +97,13 @@ def test_eight_then_four_then_one_device_equal_one(tmp_path):
   with jax.numpy_dtype_promotion("standard"):  # optax needs it
     state = sharding.initial_state(SETTINGS, prepared(2)[0])
     expected = []
-    for i in range(3):
+    for i in range(len(SESSIONS)):
       state, metrics = step(2, state, i)
       expected.append(jax.device_get(metrics))
 
     got = []
-    for i in range(3):
-      layout, _ = prepared(i)
+    for i, session in enumerate(SESSIONS):
+      layout, _ = prepared(session)
       checkpoints = Checkpoints(tmp_path)
       like = sharding.on_mesh(sharding.abstract_state(SETTINGS), layout.state)
       restored = checkpoints.restore(like)
@@ -110,7 +112,7 @@ def test_eight_then_four_then_one_device_equal_one(tmp_path):
         new = sharding.initial_state(SETTINGS, layout)
       else:
         new = restored[0]
-      new, metrics = step(i, new, i)
+      new, metrics = step(session, new, i)
       checkpoints.save(i + 1, new, {})
       checkpoints.close()
       got.append(jax.device_get(metrics))
