@@ -282,28 +282,31 @@ def parts() -> dict[str, tuple]:
 def main(argv: list[str] | None = None) -> None:
   parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
   parser.add_argument("--readme", action="store_true", help="put it there")
-  parser.add_argument("--first", type=int, default=len(CASES), help="cases")
+  parser.add_argument("--first", type=int, help="cases")
   parser.add_argument("--only", nargs="*", help="tables, as in the README")
   options = parser.parse_args(argv)
-  dump = Path(tempfile.mkdtemp(prefix="tpu_schedule_"))
-  # Before jax is imported, which happens in the functions above.
-  os.environ |= {
-    "JAX_PLATFORMS": "cpu",
-    "TPU_SKIP_MDS_QUERY": "1",
-    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
-    "TPU_WORKER_HOSTNAMES": "localhost",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-    "LIBTPU_INIT_ARGS": f"--xla_jf_dump_to={dump} --xla_jf_dump_llo_text=true",
-  }
-  tables = parts()
-  for part in options.only or tables:
-    cases, of = tables[part]
-    rows = []
-    for case in cases[: options.first]:
-      rows.append(of(case, dump))
-      print(rows[-1], flush=True)
-    if options.readme:
-      readme.replace(part, table(rows), README)
+  # What is written down for all tables takes gigabytes.
+  with tempfile.TemporaryDirectory(prefix="tpu_schedule_") as dump:
+    # Before jax is imported, which happens in the functions above.
+    os.environ |= {
+      "JAX_PLATFORMS": "cpu",
+      "TPU_SKIP_MDS_QUERY": "1",
+      "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+      "TPU_WORKER_HOSTNAMES": "localhost",
+      "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+      "LIBTPU_INIT_ARGS": (
+        f"--xla_jf_dump_to={dump} --xla_jf_dump_llo_text=true"
+      ),
+    }
+    tables = parts()
+    for part in options.only or tables:
+      cases, of = tables[part]
+      rows = []
+      for case in cases[: options.first]:
+        rows.append(of(case, Path(dump)))
+        print(rows[-1], flush=True)
+      if options.readme:
+        readme.replace(part, table(rows), README)
 
 
 def table(rows: list[dict]) -> str:

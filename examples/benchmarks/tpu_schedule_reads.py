@@ -7,7 +7,6 @@ every tile in use counts as a full one.
 
 import functools
 import importlib
-import operator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -109,8 +108,14 @@ def array(*shape, dtype="float32"):
   return jax.ShapeDtypeStruct(shape, dtype, sharding=_place())
 
 
+def prepare(case: Read):
+  """The kernels, their arguments, and cycles of one, of what was dumped."""
+  if case.selected is not None:
+    return _of_selected(case)
+  return _of_all(case) if case.hidden is None else _of_networks(case)
+
+
 def _of_all(case: Read):
-  """The kernels, their arguments, and cycles of one with these bundles."""
   t, n, w, s = case.tokens, case.heads, case.width, case.states
   pieces = module_of("cache_read.config")
   config = pieces.config(pieces.Call(w, w, "bfloat16", t, s))
@@ -184,7 +189,7 @@ def _of_selected(case: Read):
     trips = [ahead] * (ahead > 1) + [columns, steps]
     trips += [2 * config.tiles_per_step] * case.backward + [columns]
     loops = loop_lengths(dump, kernel)
-    of_head = sum(map(operator.mul, loops, trips, strict=True))
+    of_head = sum(x * y for x, y in zip(loops, trips, strict=True))
     return depths[0] + n * (depths[1] + of_head)
 
   return run, (words, states, static, tiles), cycles
@@ -280,9 +285,6 @@ def measure(case: Read, dump: Path) -> dict:
   """One row of the table."""
   import jax
 
-  prepare = _of_all if case.selected is None else _of_selected
-  if case.hidden is not None:
-    prepare = _of_networks
   run, arrays, cycles_of = prepare(case)
   memory = jax.jit(run).lower(*arrays).compile().memory_analysis()
   cycles = sum(cycles_of(dump, kernel) for kernel in case.kernels)

@@ -1,7 +1,9 @@
 """Reading what the TPU's compiler wrote down."""
 
 import importlib
+import os
 
+import jax
 import pytest
 
 from examples.benchmarks import (
@@ -50,6 +52,42 @@ def test_loops_within_the_grid_are_counted_apart(tmp_path):
   """
   (tmp_path / "1-a_kernel-final_bundles.txt").write_text(loops)
   assert tpu_schedule_reads.loop_lengths(tmp_path, "a_kernel") == [2, 1]
+
+
+@pytest.mark.parametrize(
+  ("options", "loops"),
+  [
+    ({}, 1),
+    ({"hidden": 512}, 1),
+    ({"selected": 2}, 4),
+    ({"selected": 2, "backward": True}, 5),
+    ({"selected": 2, "hidden": 512}, 3),
+  ],
+)
+def test_cycles_are_of_the_kernels_of_a_read(
+  options, loops, tmp_path, monkeypatch
+):
+  monkeypatch.setattr(
+    *(tpu_schedule_reads, "_place"),
+    lambda: jax.sharding.SingleDeviceSharding(jax.devices()[0]),
+  )
+  case = tpu_schedule_reads.Read(128, **options)
+  _, _, cycles = tpu_schedule_reads.prepare(case)
+  text = "  0x0     : > { %s1 = sld }\n" + "  0x1   LB: > > { }\n" * loops
+  [kernel] = case.kernels
+  (tmp_path / f"1-{kernel}-final_bundles.txt").write_text(text)
+  assert cycles(tmp_path, kernel) > case.heads
+
+
+def test_tables_have_all_cases(monkeypatch, capsys):
+  monkeypatch.setattr(os, "environ", dict(os.environ))
+  measure = lambda case, dump: {"case": case, "there": dump.exists()}
+  parts = {"some": (range(20), measure)}
+  monkeypatch.setattr(tpu_schedule, "parts", lambda: parts)
+  tpu_schedule.main([])
+  assert capsys.readouterr().out.count("'there': True") == 20
+  tpu_schedule.main(["--first", "3"])
+  assert capsys.readouterr().out.count("'there': True") == 3
 
 
 def test_loops_count_as_often_as_they_run():
