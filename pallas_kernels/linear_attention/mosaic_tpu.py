@@ -57,12 +57,15 @@ def transposed(x):
   return x.T
 
 
-def causal(rows, length, transpose=False):
-  """Which tokens [rows rows] of a piece the online memory of each holds."""
-  query = jax.lax.broadcasted_iota(jnp.int32, (rows, rows), int(transpose))
-  token = jax.lax.broadcasted_iota(jnp.int32, (rows, rows), int(not transpose))
+def causal(shape, length, first=0, transpose=False):
+  """Which tokens of a piece, from `first` on, the online memory of each holds.
+
+  The mask is [queries tokens], or the other way round.
+  """
+  query = jax.lax.broadcasted_iota(jnp.int32, shape, int(transpose))
+  token = jax.lax.broadcasted_iota(jnp.int32, shape, int(not transpose))
   keep = query >= token
-  for start in range(length, rows, length):
+  for start in range(length - first % length, max(shape), length):
     keep &= (query < start) | (token >= start)
   return keep
 
@@ -237,7 +240,7 @@ def _fwd_kernel(*refs, config: Config, length, carried, chained):
     piece = _Piece(
       q.at[at], k.at[at], v.at[at], scalars.at[:, at], columns.at[at]
     )
-    total[at] = _online(piece, length)
+    _online(piece, total.at[at], length)
     _write(
       piece,
       states.at[pl.ds(first - base + i * per_piece, per_piece)],
@@ -303,19 +306,29 @@ def for_each_before(visit, block, carried, config: Config, unroll):
       visit(carried + group * unroll + i)
 
 
-def _online(x: _Piece, length):
+def _online(x: _Piece, total, length):
   """Reads of what was written since the start of the token's segment."""
-  rows, dtype = x.q.shape[0], x.q.dtype
-  scores = dot(x.q[...], x.k[...], contract=(1, 1))
-  keep = causal(rows, length)
-  if x.scalars.shape[0] > 1:
-    logs = column(x.columns, LOGS, rows) - x.scalars[pl.ds(LOGS, 1)]
-    keep &= column(x.columns, RESETS, rows) == x.scalars[pl.ds(RESETS, 1)]
-    # Masked before the exponential, which would overflow.
-    scores *= jnp.exp(jnp.where(keep, logs, 0.0)) * x.scalars[pl.ds(WRITE, 1)]
-  scores = jnp.where(keep, scores, 0.0)
-  read = dot(scores.astype(dtype), x.v[...])
-  return column(x.columns, OWN, x.v.shape[1]) * read
+  rows, width = x.v.shape
+  decays = x.scalars.shape[0] > 1
+  if decays:
+    logs, resets = (column(x.columns, i, _LANES) for i in (LOGS, RESETS))
+  # In pieces of as many tokens as lanes, which those before them do not read.
+  for first in range(0, rows, _LANES):
+    queries, tokens = pl.ds(first, rows - first), pl.ds(first, _LANES)
+    scores = dot(x.q[queries], x.k[tokens], contract=(1, 1))
+    keep = causal(scores.shape, length, first)
+    if decays:
+      row = lambda kind, tokens=tokens: x.scalars[pl.ds(kind, 1), tokens]
+      keep &= resets[first:] == row(RESETS)
+      # Masked before the exponential, which would overflow.
+      left = jnp.exp(jnp.where(keep, logs[first:] - row(LOGS), -jnp.inf))
+      scores *= left * row(WRITE)
+    else:
+      scores = jnp.where(keep, scores, 0.0)
+    scores = scores.astype(x.q.dtype)
+    read = dot(scores, x.v[tokens])
+    total[queries] = total[queries] + read if first else read
+  total[...] *= column(x.columns, OWN, width)
 
 
 def _write(x: _Piece, states, ends, running, length):

@@ -324,7 +324,7 @@ def _online(x: _Piece, length):
   # Both are [tokens queries].
   scores = dot(x.k[...], x.q_t[...])
   d_scores = dot(x.v[...], x.d_y_t[...])
-  keep = causal(rows, length, transpose=True)
+  keep = causal((rows, rows), length, transpose=True)
   own = x.scalars[pl.ds(OWN, 1)]
   if x.scalars.shape[0] == 1:
     both = jnp.where(keep, scores * d_scores, 0.0)
