@@ -54,23 +54,35 @@ class TritonConfig:
   Attributes:
     chunk: tokens of a chunk, a power of two.
     columns: of the memory, and of what is read, that a program takes.
+    inner: of a width that products sum over, as much as one takes.
     warps: of a program.
+    chain_warps: of one that goes along the chunks.
     stages: iterations of a loop whose loads are on their way.
   """
 
   chunk: int
   columns: int
+  inner: int
   warps: int
+  chain_warps: int
   stages: int
 
 
 def triton_config(call: Call) -> TritonConfig:
   """The pieces on a GPU, from the sizes alone."""
-  # More would spill.
+  # More would spill. Operands of products of float32 are two parts each.
   if call.dtype == "float32":
-    return TritonConfig(chunk=64, columns=32, warps=8, stages=1)
-  columns = 64 if call.k <= 128 else 32
-  return TritonConfig(chunk=64, columns=columns, warps=8, stages=2)
+    return TritonConfig(
+      chunk=64, columns=32, inner=16, warps=8, chain_warps=4, stages=1
+    )
+  return TritonConfig(
+    chunk=64,
+    columns=64 if call.k <= 128 else 32,
+    inner=64,
+    warps=8,
+    chain_warps=8,
+    stages=2,
+  )
 
 
 def supports(call: Call) -> str | None:

@@ -18,11 +18,13 @@ from jax.experimental import pallas as pl
 from ..linear_attention.operands import like
 from ..linear_attention.tiles import (
   Span,
+  along,
   call,
   dot,
   load,
   part,
   store,
+  wait,
   whole,
 )
 from .config import TritonConfig
@@ -41,6 +43,8 @@ from .operands import (
 _PREFIX = "memcache_delta_rule_"
 # More would spill: products of float32 on several tiles of a matrix.
 _SOLVE_WARPS = 4
+# Of the width of keys, what one product with a memory takes; likewise.
+_PIECE = 64
 
 
 class Plan(NamedTuple):
@@ -65,6 +69,13 @@ class Plan(NamedTuple):
   def columns(self, width: int) -> int:
     """That a program takes of keys, or of values."""
     return min(self.config.columns, pl.next_power_of_2(width))
+
+  @property
+  def inner(self) -> list[Span]:
+    """Pieces of the width of keys, in which registers have a memory."""
+    width = self.widths[0]
+    size = min(_PIECE, whole(width).size)
+    return [part(i, size, width) for i in range(pl.cdiv(width, size))]
 
   @property
   def row(self) -> Span:
@@ -168,6 +179,7 @@ def along_chunks(
     (pl.cdiv(width, plan.columns(width)), 1, n, b),
     solved | operands_of(operands, "k", "v", "scalars", "state", "initial"),
     outputs,
+    warps=plan.config.chain_warps,
   )
   return solved | kept | {"end": kept["end"][:, 0]}
 
@@ -199,60 +211,92 @@ def _solve_kernel(x, out, *, plan: Plan):
 
 
 def _chain_kernel(x, out, *, plan: Plan):
-  inner = whole(plan.widths[0])
   columns = part(pl.program_id(0), plan.columns(plan.widths[1]), plan.widths[1])
   dtype = x["k"].dtype
   starts = "initial" in x
 
-  def step(i, state):
+  def step(i, states):
     rows = chunk(i, plan)
     number = functools.partial(numbers, x["scalars"], rows=rows)
-    keys = load(x["k"], rows, inner)
-    old = number(CARRY)[:, None] * dot(
-      keys, state.astype(dtype), (1, 0), plan.interpret
-    )
+    keys = lambda here: load(x["k"], rows, here)
+    for here, state in zip(plan.inner, states, strict=True):
+      store(out["before"], state, i, here, columns)
+    memory = [state.astype(dtype) for state in states]
+    old = number(CARRY)[:, None] * product(keys, memory, plan)
     if starts:
       # Fetched each time: registers have no room for it.
-      fresh = load(x["initial"], 0, inner, columns).astype(dtype)
-      old += number(FRESH)[:, None] * dot(keys, fresh, (1, 0), plan.interpret)
+      fresh = lambda here: load(x["initial"], 0, here, columns)
+      memory = (fresh(here).astype(dtype) for here in plan.inner)
+      old += number(FRESH)[:, None] * product(keys, memory, plan)
     wanted = load(x["v"], rows, columns).astype(jnp.float32) - old
     if "wanted" in out:
       store(out["wanted"], wanted, rows, columns)
     wanted = (number(BETA)[:, None] * wanted).astype(dtype)
+    separate(wanted, plan)
     inverse = load(x["inverse"], rows, plan.row)
     written = dot(inverse, wanted, (1, 0), plan.interpret).astype(dtype)
     store(out["written"], written, rows, columns)
-    store(out["before"], state, i, inner, columns)
-    left = (keys.astype(jnp.float32) * number(END)[:, None]).astype(dtype)
-    state = load(x["scalars"], KEEP, rows.start) * state
+    keep = load(x["scalars"], KEEP, rows.start)
+    after = [keep * state for state in states]
+    for j, here in enumerate(plan.inner):
+      separate(written, plan)
+      left = keys(here).astype(jnp.float32) * number(END)[:, None]
+      after[j] += dot(left.astype(dtype), written, (0, 0), plan.interpret)
     if starts:
-      fresh = load(x["initial"], 0, inner, columns)
-      state += load(x["scalars"], FRESH_END, rows.start) * fresh
-    return state + dot(left, written, (0, 0), plan.interpret)
+      keep = load(x["scalars"], FRESH_END, rows.start)
+      for j, here in enumerate(plan.inner):
+        separate(written, plan)
+        after[j] += keep * fresh(here)
+    return after
 
-  state = load(x["state"], 0, inner, columns)
-  state = jax.lax.fori_loop(0, plan.chunks, step, state)
-  store(out["end"], state, 0, inner, columns)
+  states = [load(x["state"], 0, here, columns) for here in plan.inner]
+  states = jax.lax.fori_loop(0, plan.chunks, step, states)
+  for here, state in zip(plan.inner, states, strict=True):
+    store(out["end"], state, 0, here, columns)
+
+
+def product(left, right, plan: Plan):
+  """Sum of the products of pieces: a function of spans, and as many arrays."""
+  total = jnp.zeros((), jnp.float32)
+  for here, x in zip(plan.inner, right, strict=True):
+    separate(x, plan)
+    total += dot(left(here), x, (1, 0), plan.interpret)
+  return total
+
+
+def separate(x, plan: Plan):
+  """Keeps products of float32 from each other: registers hold one at a time."""
+  if x.dtype == jnp.float32:
+    wait(plan.interpret)
 
 
 def _read_kernel(x, out, *, plan: Plan):
   place = pl.program_id(1)
-  rows, inner = chunk(place, plan), whole(plan.widths[0])
+  rows = chunk(place, plan)
   columns = part(pl.program_id(0), plan.columns(plan.widths[1]), plan.widths[1])
-  queries = load(x["q"], rows, inner)
-  pairs = dot(queries, load(x["k"], rows, inner), (1, 1), plan.interpret)
-  pairs = (pairs * between(x["scalars"], rows, plan)).astype(queries.dtype)
+  dtype = x["q"].dtype
+  kinds = [("before", place, CARRY)]
+  if "initial" in x:
+    kinds.append(("initial", 0, FRESH))
+
+  def reads(here):
+    queries = load(x["q"], rows, here)
+    pairs = dot(queries, load(x["k"], rows, here), (1, 1), plan.interpret)
+    memories = [
+      load(x[name], at, here, columns).astype(dtype) for name, at, _ in kinds
+    ]
+    return pairs, *(
+      dot(queries, memory, (1, 0), plan.interpret) for memory in memories
+    )
+
+  tall = jnp.zeros((rows.size, columns.size), jnp.float32)
+  sums = jnp.zeros((rows.size, rows.size), jnp.float32), *[tall] * len(kinds)
+  pairs, *by_kind = along(reads, sums, plan.widths[0], plan.config.inner)
+  pairs = (pairs * between(x["scalars"], rows, plan)).astype(dtype)
   written = load(x["written"], rows, columns)
   total = dot(pairs, written, (1, 0), plan.interpret)
-  before = load(x["before"], place, inner, columns)
-  total += numbers(x["scalars"], CARRY, rows)[:, None] * dot(
-    queries, before, (1, 0), plan.interpret
-  )
-  if "initial" in x:
-    fresh = load(x["initial"], 0, inner, columns).astype(queries.dtype)
-    total += numbers(x["scalars"], FRESH, rows)[:, None] * dot(
-      queries, fresh, (1, 0), plan.interpret
-    )
+  for (_, _, kind), read in zip(kinds, by_kind, strict=True):
+    total += numbers(x["scalars"], kind, rows)[:, None] * read
   store(out["y"], total, rows, columns)
 
 

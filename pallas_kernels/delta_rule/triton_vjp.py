@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from ..linear_attention.operands import like
-from ..linear_attention.tiles import dot, load, part, store, whole
+from ..linear_attention.tiles import along, dot, load, part, store, whole
 from .config import TritonConfig
 from .operands import (
   BETA,
@@ -35,6 +35,8 @@ from .triton import (
   operands_of,
   places,
   plan_of,
+  product,
+  separate,
 )
 
 
@@ -103,6 +105,7 @@ def _chain(operands: Operands, kept, d_y, d_end, plan: Plan):
       "state": like(v, b, 1, n, *plan.widths),
       "numbers": like(v, parts, b, n, 1, scalars.shape[3]),
     },
+    warps=plan.config.chain_warps,
   )
   beta = jnp.sum(d.pop("numbers"), 0)[:, :, 0]
   return d | {"state": d["state"][:, 0], "beta": beta}
@@ -119,7 +122,6 @@ def _read_kernel(x, out, *, plan: Plan):
 
 
 def _chain_kernel(x, out, *, plan: Plan):
-  inner = whole(plan.widths[0])
   columns = part(pl.program_id(0), plan.columns(plan.widths[1]), plan.widths[1])
   dtype = x["k"].dtype
 
@@ -127,11 +129,17 @@ def _chain_kernel(x, out, *, plan: Plan):
     place = plan.chunks - 1 - i
     rows = chunk(place, plan)
     number = lambda kind: numbers(x["scalars"], kind, rows)[:, None]
-    store(out["after"], after, place, inner, columns)
-    keys = load(x["k"], rows, inner)
-    left = (keys.astype(jnp.float32) * number(END)).astype(dtype)
+
+    def left(here):
+      keys = load(x["k"], rows, here).astype(jnp.float32)
+      return (keys * number(END)).astype(dtype)
+
+    for here, d in zip(plan.inner, after, strict=True):
+      store(out["after"], d, place, here, columns)
     written = load(x["d_written"], rows, columns).astype(jnp.float32)
-    written += dot(left, after.astype(dtype), (1, 0), plan.interpret)
+    memory = [d.astype(dtype) for d in after]
+    written += product(left, memory, plan)
+    separate(written, plan)
     inverse = load(x["inverse"], rows, plan.row)
     wanted = dot(inverse, written.astype(dtype), (0, 0), plan.interpret)
     store(out["wanted"], wanted, rows, columns)
@@ -139,16 +147,24 @@ def _chain_kernel(x, out, *, plan: Plan):
     store(out["numbers"], jnp.sum(beta, 1), 0, rows._replace(end=None))
     old = number(BETA) * wanted  # with its sign turned; also that of values
     store(out["v"], old, rows, columns)
-    before = load(x["scalars"], KEEP, rows.start) * after
+    separate(old, plan)
     d_y = load(x["d_y"], rows, columns).astype(jnp.float32)
     read = (number(CARRY) * d_y).astype(dtype)
-    before += dot(load(x["q"], rows, inner), read, (0, 0), plan.interpret)
     old = (number(CARRY) * old).astype(dtype)
-    return before - dot(keys, old, (0, 0), plan.interpret)
 
-  state = load(x["d_end"], 0, inner, columns)
-  state = jax.lax.fori_loop(0, plan.chunks, step, state)
-  store(out["state"], state, 0, inner, columns)
+    keep = load(x["scalars"], KEEP, rows.start)
+    before = [keep * d for d in after]
+    for name, taken in (("q", read), ("k", -old)):
+      for j, here in enumerate(plan.inner):
+        separate(read, plan)
+        tokens = load(x[name], rows, here)
+        before[j] += dot(tokens, taken, (0, 0), plan.interpret)
+    return before
+
+  states = [load(x["d_end"], 0, here, columns) for here in plan.inner]
+  states = jax.lax.fori_loop(0, plan.chunks, step, states)
+  for here, state in zip(plan.inner, states, strict=True):
+    store(out["state"], state, 0, here, columns)
 
 
 def _tokens(operands: Operands, kept, d, d_y, plan: Plan):
@@ -176,41 +192,53 @@ def _tokens(operands: Operands, kept, d, d_y, plan: Plan):
 
 def _tokens_kernel(x, out, *, plan: Plan):
   place = pl.program_id(1)
-  rows, inner = chunk(place, plan), whole(plan.widths[1])
+  rows = chunk(place, plan)
   columns = part(pl.program_id(0), plan.columns(plan.widths[0]), plan.widths[0])
   number = lambda kind: numbers(x["scalars"], kind, rows)[:, None]
-  product = functools.partial(dot, interpret=plan.interpret)
-  keys, queries = (load(x[name], rows, columns) for name in "kq")
-  k, q = keys.astype(jnp.float32), queries.astype(jnp.float32)
-  dtype = keys.dtype
-  d_y, d_wanted, written = (
-    load(x[name], rows, inner) for name in ("d_y", "d_wanted", "written")
-  )
+  multiply = functools.partial(dot, interpret=plan.interpret)
+  dtype = x["k"].dtype
 
   def put(kind, value):
     store(out["numbers"], value, kind, rows._replace(end=None))
 
+  def sums(body, *shapes):
+    zeros = tuple(jnp.zeros(shape, jnp.float32) for shape in shapes)
+    return along(body, zeros, plan.widths[1], plan.config.inner)
+
+  values = lambda name, here: load(x[name], rows, here)
+  memory = lambda name, at, here: load(x[name], at, columns, here)
+
+  def pairs(here):
+    written = values("written", here)
+    after = memory("after", place, here)
+    return (
+      multiply(values("d_y", here), written, (1, 1)),
+      multiply(values("d_wanted", here), written, (1, 1)),
+      multiply(written, after, (1, 1)),
+    )
+
+  square, tall = (rows.size, rows.size), (rows.size, columns.size)
+  scores, strict, at_end = sums(pairs, square, square, tall)
+  keys, queries = (load(x[name], rows, columns) for name in "kq")
+  k, q = keys.astype(jnp.float32), queries.astype(jnp.float32)
   # Of scores and of the triangular system, each as a row and as a column: what
   # a token's decay takes from it, the later ones do not lose.
   left = between(x["scalars"], rows, plan)
-  scores = (product(d_y, written, (1, 1)) * left).astype(dtype)
-  d_q = product(scores, keys, (1, 0))
-  d_k = product(scores, queries, (0, 0))
+  scores = (scores * left).astype(dtype)
+  d_q = multiply(scores, keys, (1, 0))
+  d_k = multiply(scores, queries, (0, 0))
   logs = _sum(q * d_q) - _sum(k * d_k)
-  strict = product(d_wanted, written, (1, 1)) * left
+  strict *= left
   strict = jnp.where(places(0, plan) > places(1, plan), strict, 0.0)
-  back = product((number(BETA) * strict).astype(dtype), keys, (0, 0))
-  taken = product(strict.astype(dtype), keys, (1, 0))
+  back = multiply((number(BETA) * strict).astype(dtype), keys, (0, 0))
+  taken = multiply(strict.astype(dtype), keys, (1, 0))
   beta = _sum(k * taken)
   put(BETA, -beta)
   put(LOGS, logs - numbers(x["scalars"], BETA, rows) * beta + _sum(k * back))
   put(RESETS, jnp.zeros_like(beta))
   d_k -= number(BETA) * taken + back
-
-  after = load(x["after"], place, columns, inner)
-  back = product(written, after, (1, 1))
-  put(END, _sum(k * back))
-  d_k += number(END) * back
+  put(END, _sum(k * at_end))
+  d_k += number(END) * at_end
   first = rows.places() == rows.start
   for name, at, kind, last in (
     ("before", place, CARRY, KEEP),
@@ -220,12 +248,20 @@ def _tokens_kernel(x, out, *, plan: Plan):
       put(kind, jnp.zeros_like(beta))
       put(last, jnp.zeros_like(beta))
       continue
-    memory = load(x[name], at, columns, inner)
-    total = jnp.sum(memory.astype(jnp.float32) * after.astype(jnp.float32))
-    put(last, jnp.where(first, total, 0.0))
-    memory = memory.astype(dtype)
-    by_queries = product(d_y, memory, (1, 1))
-    by_keys = number(BETA) * product(d_wanted, memory, (1, 1))
+
+    def reads(here, name=name, at=at):
+      read, after = memory(name, at, here), memory("after", place, here)
+      kept = jnp.sum(read.astype(jnp.float32) * after.astype(jnp.float32))
+      read = read.astype(dtype)
+      return (
+        multiply(values("d_y", here), read, (1, 1)),
+        multiply(values("d_wanted", here), read, (1, 1)),
+        kept,
+      )
+
+    by_queries, by_keys, kept = sums(reads, tall, tall, ())
+    put(last, jnp.where(first, kept, 0.0))
+    by_keys *= number(BETA)
     put(kind, _sum(q * by_queries - k * by_keys))
     d_q += number(kind) * by_queries
     d_k -= number(kind) * by_keys

@@ -117,6 +117,22 @@ def dot(a, b, contract, interpret):
   )
 
 
+def wait(interpret):
+  """Until all threads of a program are here, and see what others stored."""
+  if not interpret:  # a simulation has one
+    plgpu.debug_barrier()
+
+
+def along(body, sums, width: int, size: int):
+  """Adds to sums what a body makes of each piece of a width.
+
+  Registers would not hold all operands of a product that goes along all of it.
+  """
+  size = min(size, whole(width).size)
+  add = lambda i, sums: jax.tree.map(jnp.add, sums, body(part(i, size, width)))
+  return jax.lax.fori_loop(0, pl.cdiv(width, size), add, sums)
+
+
 # Grids are (i, j, heads n, rows b), of which i and j are the kernel's own.
 
 

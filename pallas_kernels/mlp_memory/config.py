@@ -109,28 +109,33 @@ class TritonConfig:
   Attributes:
     rows: tokens of a program.
     columns: of the hidden layer, or else of the input, that it takes at a time.
+    inner: of a width that products sum over, as much as one takes.
     warps: of a program.
     stages: iterations of a loop whose loads are on their way.
   """
 
   rows: int
   columns: int
+  inner: int
   warps: int
   stages: int
 
 
 def triton_config(call: Call) -> TritonConfig:
   """The pieces on a GPU, from the sizes alone."""
-  # More would spill.
-  stages = 1 if call.dtype == "float32" else 2
-  return TritonConfig(rows=64, columns=32, warps=8, stages=stages)
+  return _triton_config(call, rows=64)
 
 
 def triton_gradient_config(call: Call) -> TritonConfig:
   """The pieces of its gradients."""
-  # More would spill: what is around a norm is kept for its gradient.
-  stages = 1 if call.dtype == "float32" else 2
-  return TritonConfig(rows=32, columns=32, warps=8, stages=stages)
+  # What is around a norm is kept for its gradient.
+  return _triton_config(call, rows=32)
+
+
+def _triton_config(call: Call, rows: int) -> TritonConfig:
+  # More would spill. Operands of products of float32 are two parts each.
+  inner, stages = (16, 1) if call.dtype == "float32" else (64, 2)
+  return TritonConfig(rows, columns=32, inner=inner, warps=8, stages=stages)
 
 
 def for_selected(

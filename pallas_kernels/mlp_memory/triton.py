@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 from ..linear_attention.operands import like
 from ..linear_attention.tiles import (
   Span,
+  along,
   call,
   dot,
   load,
@@ -195,14 +196,20 @@ def _cut(plan: Plan) -> int:
 
 def first_maps(x, i, tokens: Tokens, block: Span, plan: Plan):
   """What the first maps of network i return, by name: some columns [c h]."""
-  inner, queries = whole(plan.network.widths[0]), tokens.queries
+  key, names = plan.network.widths[0], plan.network.first
+  dtype = tokens.queries.dtype
 
-  def affine(name):
-    weight = weights_of(x, name, i, inner, block, queries.dtype)
-    out = dot(queries, weight, (1, 0), plan.interpret)
-    return out + _bias(x, name, i, block)
+  def affine(here):
+    queries = load(x["q"], tokens.rows, here)
+    weights = [weights_of(x, name, i, here, block, dtype) for name in names]
+    return [dot(queries, w, (1, 0), plan.interpret) for w in weights]
 
-  return {name: affine(name) for name in plan.network.first}
+  zeros = jnp.zeros((tokens.rows.size, block.size), jnp.float32)
+  out = along(affine, [zeros] * len(names), key, plan.config.inner)
+  return {
+    name: y + _bias(x, name, i, block)
+    for name, y in zip(names, out, strict=True)
+  }
 
 
 def weights_of(x, name, i, rows: Span, columns: Span, dtype) -> jax.Array:

@@ -28,7 +28,7 @@ from .triton import (
   last_map,
   tokens_at,
 )
-from .triton_vjp import add_tokens, pull, store_sums, zeros
+from .triton_vjp import Kept, add_tokens, pull, store_sums, zeros
 
 
 def fwd(
@@ -154,10 +154,10 @@ def _read_vjp_kernel(x, out, *, plan: Plan):
     gate = load(x["weights"], pairs)[:, None]
     d_y = load(x["d_y"], rows, columns).astype(jnp.float32)
     d_q = jnp.zeros((rows.size, inner.size), jnp.float32)
-    d = pull(x, load(x["state"], tile), tokens, gate, d_y, d_q, plan)
+    last = Kept(out["last"], (pairs,))
+    d = pull(x, load(x["state"], tile), tokens, gate, d_y, d_q, last, plan)
     store(out["q"], d.queries, pairs, inner)
     store(out["weights"], d.gates, pairs)
-    store(out["last"], d.last, pairs, columns)
     for name, part in d.static.items():
       store(out["parts"][name], jnp.sum(part, 0), 0, columns)
 
@@ -165,12 +165,11 @@ def _read_vjp_kernel(x, out, *, plan: Plan):
 
 
 def _networks_vjp_kernel(x, out, *, plan: Plan):
-  columns = whole(plan.network.widths[2])
   block, slot = block_of(pl.program_id(0), plan), pl.program_id(1)
 
   def step(tile, sums):
     rows, pairs = tokens_and_pairs(x, tile, plan.config.rows)
-    d_last = load(x["last"], pairs, columns)
+    d_last = Kept(x["last"], (pairs,))
     return add_tokens(x, slot, rows, d_last, sums, block, plan)
 
   first, end = (load(x["first"], slot + i) for i in range(2))

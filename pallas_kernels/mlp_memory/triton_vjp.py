@@ -7,14 +7,14 @@ hidden layer of one network.
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from ..linear_attention.operands import like
-from ..linear_attention.tiles import Span, dot, load, store, whole
+from ..linear_attention.tiles import Span, along, dot, load, store, wait, whole
 from .config import TritonConfig
 from .network import Arrays, bias_name
 from .triton import (
@@ -103,9 +103,9 @@ def _read_kernel(x, out, *, plan: Plan):
 
   def visit(i, sums):
     d_q, d_static = sums
-    d = pull(x, i, tokens, gates(x, rows, i), d_y, d_q, plan)
+    last = Kept(out["last"], (i, rows))
+    d = pull(x, i, tokens, gates(x, rows, i), d_y, d_q, last, plan)
     store(out["weights"], d.gates, rows, i)
-    store(out["last"], d.last, i, rows, columns)
     return d.queries, jax.tree.map(jnp.add, d_static, d.static)
 
   d_q = jnp.zeros((rows.size, inner.size), jnp.float32)
@@ -116,24 +116,44 @@ def _read_kernel(x, out, *, plan: Plan):
     store(out["parts"][name], jnp.sum(d, 0), 0, columns)
 
 
+class Kept(NamedTuple):
+  """Gradients of what a last map returned, in main memory.
+
+  Attributes:
+    ref: where, in the dtype of queries.
+    at: index of those of a program's tokens.
+  """
+
+  ref: Any
+  at: tuple[Any, ...]
+
+  def load(self, columns: Span) -> jax.Array:
+    return load(self.ref, *self.at, columns)
+
+  def store(self, d: jax.Array, plan: Plan) -> None:
+    store(self.ref, d, *self.at, whole(plan.network.widths[2]))
+    wait(plan.interpret)  # other threads will load it
+
+
 class Pulled(NamedTuple):
   """Gradients of a gated read of one network.
 
   Attributes:
     queries: [c k], added to those before.
     gates: [c].
-    last: of what the last map returned [c v], in the dtype of queries.
     static: of static parameters [1 v].
   """
 
   queries: jax.Array
   gates: jax.Array
-  last: jax.Array
   static: dict[str, jax.Array]
 
 
-def pull(x, i, tokens: Tokens, gate, d_y, d_q, plan: Plan) -> Pulled:
-  """Gradients of the read of network i, of that of its output."""
+def pull(x, i, tokens: Tokens, gate, d_y, d_q, kept: Kept, plan: Plan):
+  """Gradients of the read of network i, of that of its output.
+
+  That of what the last map returned is put where it is to be kept.
+  """
 
   def run(last, inputs, static):
     here = tokens._replace(queries=inputs, static=static)
@@ -143,19 +163,17 @@ def pull(x, i, tokens: Tokens, gate, d_y, d_q, plan: Plan) -> Pulled:
   read, back = jax.vjp(run, last, tokens.inputs, tokens.static)
   d_gates = jnp.sum(read * d_y, 1)
   d_last, d_inputs, d_static = back(gate * d_y)
-  d_last = d_last.astype(tokens.queries.dtype)
-  d_q = _to_inputs(x, i, tokens, d_last, d_q + d_inputs, plan)
-  return Pulled(d_q, d_gates, d_last, d_static)
+  kept.store(d_last, plan)
+  d_q = _to_inputs(x, i, tokens, kept, d_q + d_inputs, plan)
+  return Pulled(d_q, d_gates, d_static)
 
 
-def _to_inputs(x, i, tokens: Tokens, d_last, d_q, plan: Plan):
+def _to_inputs(x, i, tokens: Tokens, d_last: Kept, d_q, plan: Plan):
   """Adds to the gradient of queries what comes through the maps."""
-  key, _, value = plan.network.widths
-  inner, columns = whole(key), whole(value)
-  dtype = d_last.dtype
+  inner = whole(plan.network.widths[0])
+  dtype = tokens.queries.dtype
   if not plan.network.first:
-    weight = weights_of(x, plan.network.last, i, inner, columns, dtype)
-    return d_q + dot(d_last, weight, (1, 1), plan.interpret)
+    return _before_last(x, i, d_last, inner, d_q, plan)
 
   def add(j, d_q):
     block = block_of(j, plan)
@@ -168,27 +186,34 @@ def _to_inputs(x, i, tokens: Tokens, d_last, d_q, plan: Plan):
   return jax.lax.fori_loop(0, blocks(plan), add, d_q)
 
 
-def _hidden_vjp(x, i, tokens: Tokens, d_last, block, plan: Plan):
+def _hidden_vjp(x, i, tokens: Tokens, d_last: Kept, block, plan: Plan):
   """Some columns of the last map's input, and gradients before them."""
-  weight = weights_of(
-    *(x, plan.network.last, i, block),
-    *(whole(plan.network.widths[2]), d_last.dtype),
-  )
   value, pull = jax.vjp(
     lambda before: hidden(before, tokens, plan),
     first_maps(x, i, tokens, block, plan),
   )
-  [d_before] = pull(dot(d_last, weight, (1, 1), plan.interpret))
+  zeros = jnp.zeros((tokens.rows.size, block.size), jnp.float32)
+  [d_before] = pull(_before_last(x, i, d_last, block, zeros, plan))
   return value, d_before
 
 
+def _before_last(x, i, d_last: Kept, block, total, plan: Plan):
+  """Adds gradients of some columns of the last map's input."""
+
+  def through(here):
+    d = d_last.load(here)
+    weight = weights_of(x, plan.network.last, i, block, here, d.dtype)
+    return dot(d, weight, (1, 1), plan.interpret)
+
+  return along(through, total, plan.network.widths[2], plan.config.inner)
+
+
 def _networks_kernel(x, out, *, plan: Plan):
-  columns = whole(plan.network.widths[2])
   block, i = block_of(pl.program_id(0), plan), pl.program_id(1)
 
   def step(j, sums):
     rows = block_of_tokens(x, j, plan)
-    d_last = load(x["last"], i, rows, columns)
+    d_last = Kept(x["last"], (i, rows))
     return add_tokens(x, i, rows, d_last, sums, block, plan)
 
   steps = pl.cdiv(x["q"].shape[0], plan.config.rows)
@@ -214,9 +239,9 @@ def _sides(x, block: Span, plan: Plan) -> dict[str, tuple[Span, ...]]:
   return {name: sides[name] for name in x["networks"]}
 
 
-def add_tokens(x, i, rows, d_last, sums, block: Span, plan: Plan) -> Arrays:
+def add_tokens(x, i, rows, d_last: Kept, sums, block: Span, plan: Plan):
   """Adds what tokens make of the gradient of what network i's last map does."""
-  sums, dtype = dict(sums), d_last.dtype
+  sums, dtype = dict(sums), x["q"].dtype
 
   def add(name, left, d):
     sums[name] += dot(left, d.astype(dtype), (0, 0), plan.interpret)
@@ -230,7 +255,8 @@ def add_tokens(x, i, rows, d_last, sums, block: Span, plan: Plan) -> Arrays:
       add(name, tokens.queries, d)
   else:
     left = load(x["q"], rows, block)
-  add(plan.network.last, left.astype(dtype), d_last)
+  d = d_last.load(whole(plan.network.widths[2]))
+  add(plan.network.last, left.astype(dtype), d)
   return sums
 
 
