@@ -59,17 +59,21 @@ def _sparse(q, states, index, weights, implementation="mosaic_tpu"):
 
 
 def _interpreted(inputs):
-  """On a simulated TPU, whose memory holds nan until it is written."""
+  """On a simulated TPU, whose memory holds nan until it is written.
+
+  It prints where a copy is read, or written over, before it has come.
+  """
   with pltpu.force_tpu_interpret_mode(
-    pltpu.InterpretParams(uninitialized_memory="nan")
+    pltpu.InterpretParams(uninitialized_memory="nan", detect_races=True)
   ):
     return _run(_sparse, inputs)
 
 
 @pytest.mark.parametrize("sizes", [(70, 5, 3, 64, 96), (3, 9, 1, 32, 32)])
-def test_equals_reading_all(sizes):
+def test_equals_reading_all(sizes, capsys):
   inputs = _inputs(*sizes)
   assert_close(_interpreted(inputs), _run(_dense, inputs))
+  assert "RACE" not in capsys.readouterr().out
 
 
 _on_gpu = functools.partial(_sparse, implementation="triton")

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
+from jax.test_util import check_grads
 
 from memcache_jax.ops import cached_linear_attention
 from memcache_jax.testing import assert_close
@@ -55,6 +56,10 @@ CASES = {
     write_mode="checkpoint",
   ),
   "blocks": Case(700, 128, decays=True, write_mode="checkpoint"),
+  "wide": Case(63, 32, heads=3, key=192, value=256),
+  # Of more tokens than lanes: one segment, and several that divide them oddly.
+  "long": Case(300, 272, decays=True),
+  "pieces": Case(400, 48, decays=True, write_mode="checkpoint"),
 }
 # Of no multiple of a block, and of several segments in one.
 GPU_CASES = {
@@ -118,10 +123,10 @@ def _expected(case: Case):
   return _run(case, "reference")
 
 
-def _interpreted(case: Case):
+def _interpreted(case: Case, **options):
   """On a simulated TPU, whose memory holds nan until it is written."""
   with pltpu.force_tpu_interpret_mode(
-    pltpu.InterpretParams(uninitialized_memory="nan")
+    pltpu.InterpretParams(uninitialized_memory="nan", **options)
   ):
     return jax.block_until_ready(_run(case, "mosaic_tpu"))
 
@@ -136,14 +141,31 @@ def test_the_kernels_equal_the_definition(name):
   assert_close(_interpreted(CASES[name]), _expected(CASES[name]))
 
 
-def test_states_in_main_memory(monkeypatch):
+def test_states_in_main_memory(monkeypatch, capsys):
   config = importlib.import_module(f"{KERNELS}.config")
   choose = config.config
   streamed = lambda call: dataclasses.replace(choose(call), streamed=True)
   assert not choose(config.Call(128, 128, "bfloat16", 256, 64, 0)).streamed
   assert choose(config.Call(128, 128, "bfloat16", 256, 1024, 0)).streamed
   monkeypatch.setattr(config, "config", streamed)
-  assert_close(_interpreted(CASES["carried"]), _expected(CASES["carried"]))
+  got = _interpreted(CASES["carried"], detect_races=True)
+  assert_close(got, _expected(CASES["carried"]))
+  assert "RACE" not in capsys.readouterr().out
+
+
+def test_numerical_gradients():
+  case = Case(40, 16, decays=True, state=True)
+  arrays, _ = _arrays(case)
+  arrays["log_decay"] = jnp.maximum(arrays["log_decay"], -1.0)
+
+  @jax.jit
+  def run(arrays):
+    return cached_linear_attention(
+      **arrays, segment_length=case.length, implementation="mosaic_tpu"
+    )
+
+  with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams()):
+    check_grads(run, (arrays,), 1, modes=["rev"], atol=2e-2, rtol=2e-2)
 
 
 @pytest.fixture
