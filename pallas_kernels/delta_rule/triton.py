@@ -9,7 +9,7 @@ Arrays are taken as the op has them, tokens before heads: nothing is copied.
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -275,7 +275,7 @@ def _read_kernel(x, out, *, plan: Plan):
   rows = chunk(place, plan)
   columns = part(pl.program_id(0), plan.columns(plan.widths[1]), plan.widths[1])
   dtype = x["q"].dtype
-  kinds = [("before", place, CARRY)]
+  kinds: list[tuple[str, Any, int]] = [("before", place, CARRY)]
   if "initial" in x:
     kinds.append(("initial", 0, FRESH))
 
