@@ -74,6 +74,7 @@ def linear_attention(
     q, k, v, log_decay, write, starts = token_layout.zero_masked(
       (q, k, v, log_decay, write, starts), mask
     )
+  empty = state is None
   if state is None:
     state = init_state(q, v, window)
   if name == "reference":
@@ -81,7 +82,7 @@ def linear_attention(
       q, k, v, log_decay, write, state, mask, starts
     )
   return _chunked.linear_attention(
-    q, k, v, log_decay, write, state, mask, starts, chunk_size
+    q, k, v, log_decay, write, state, mask, starts, chunk_size, empty=empty
   )
 
 

@@ -30,19 +30,26 @@ def linear_attention(
   mask: Bool[Array, "b t"] | None,
   starts: Bool[Array, "b t"] | None,
   chunk_size: int,
+  *,
+  empty: bool = False,
 ) -> tuple[Float[Array, "b t n v"], LinearAttentionState]:
-  """`linear_attention`, chunk-parallel; masked tokens come in as zeros."""
+  """`linear_attention`, chunk-parallel; masked tokens come in as zeros.
+
+  Where the state is known to be empty, one chunk reads nothing of it.
+  """
   if q.shape[1] == 0:
     return jnp.zeros_like(v), state
   if mask is None or state.keys is None:
-    return _chunks(q, k, v, log_decay, write, state, None, starts, chunk_size)
+    return _chunks(
+      q, k, v, log_decay, write, state, None, starts, chunk_size, empty
+    )
   # A window counts tokens that exist, so those are moved together first.
   plan = token_layout.compact(mask)
   q, k, v, log_decay, write, starts = token_layout.take_tokens(
     (q, k, v, log_decay, write, starts), plan.source
   )
   y, state = _chunks(
-    q, k, v, log_decay, write, state, plan.count, starts, chunk_size
+    *(q, k, v, log_decay, write, state, plan.count, starts, chunk_size, empty)
   )
   return token_layout.take_tokens(y, plan.target), state
 
@@ -55,7 +62,7 @@ class _Weights(NamedTuple):
   end: Float[Array, "b g n e"]  # written tokens, in the chunk's last state
 
 
-def _chunks(q, k, v, log_decay, write, state, count, starts, chunk_size):
+def _chunks(q, k, v, log_decay, write, state, count, starts, chunk_size, empty):
   b, tokens, n, _ = k.shape
   size = min(chunk_size, tokens)
   tails = _tails(state, k, v, count, starts)
@@ -74,7 +81,7 @@ def _chunks(q, k, v, log_decay, write, state, count, starts, chunk_size):
   weights = _weights(log_decay, write, starts, ages, shape)
   if state.keys is not None:
     k, v = _extend(k, state.keys), _extend(v, state.values)
-  y, matrix = _read(q, k, v, weights, state.matrix)
+  y, matrix = _read(q, k, v, weights, state.matrix, empty)
   y = rearrange(y, "b g c n v -> b (g c) n v")[:, :tokens]
   return y.astype(dtype), LinearAttentionState(matrix, *tails)
 
@@ -145,7 +152,7 @@ def _extend(x, tail):
   return jnp.concatenate([before, x], axis=2)
 
 
-def _read(q, k, v, weights, matrix):
+def _read(q, k, v, weights, matrix, empty):
   """Reads every chunk, and carries the state across chunks."""
   dtype = q.dtype
   scores = numerics.matmul("bgcnk,bgenk->bgnce", q, k, dtype=dtype)
@@ -156,6 +163,8 @@ def _read(q, k, v, weights, matrix):
   written = numerics.matmul(
     "bgenk,bgenv->bgnkv", k.astype(jnp.float32) * end, v, dtype=dtype
   )
+  if empty and k.shape[1] == 1:
+    return y, written[:, 0]
   keep = None if weights.carry is None else weights.carry[..., -1]
   before, matrix = _carry(matrix, written, keep)
   carried = numerics.matmul("bgcnk,bgnkv->bgcnv", q, before, dtype=dtype)
