@@ -126,8 +126,11 @@ def bare(memory: Memory, params: PyTree | None = None) -> Layer:
       params |= {name: jnp.zeros((DIM, HEADS)) for name in scalars}
     params["memory"] = memory.init_params(jax.random.key(1), shape)
 
+  def matmul(x, kernel):
+    return numerics.matmul_tokens("d,de->e", x, kernel, dtype=jnp.float32)
+
   def project(params, x, name):
-    y = x @ params[name]
+    y = matmul(x, params[name])
     if name == "log_decay":
       return jax.nn.log_sigmoid(y + LONG)
     if name in scalars:
@@ -140,7 +143,7 @@ def bare(memory: Memory, params: PyTree | None = None) -> Layer:
     q, k, v = (project(params, x, name) for name in "qkv")
     tokens = Tokens(q, k, v, gates)
     y, state = memory.scan(params.get("memory", {}), state, tokens)
-    return y.reshape(x.shape) @ params["o"], state
+    return matmul(y.reshape(x.shape), params["o"]), state
 
   def init_state(params, max_length):
     return memory.init_state(
