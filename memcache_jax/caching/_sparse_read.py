@@ -16,10 +16,7 @@ from memcache_jax.array_typing import Array, Float, Params, State
 from memcache_jax.caching import _host
 from memcache_jax.caching._aggregators import Selection
 from memcache_jax.memories._base import Memory
-from memcache_jax.ops.cache_read._plan import make_plan
-
-# Queries of a tile: more fill a matrix unit better, and leave more unfilled.
-_SMALLEST_TILE, _LARGEST_TILE = 8, 128
+from memcache_jax.ops.cache_read._plan import make_plan, tile_size
 
 
 def read_selected(
@@ -77,7 +74,7 @@ def _read(read, params, q, memories, index, weights):
   """`read_selected` by `read` of any memory, with gathers."""
   b, t, n, r = index.shape
   slots = jax.tree.leaves(memories)[0].shape[1]
-  tile = _tile_size(t * r, slots)
+  tile = tile_size(t * r, slots)
   if tile == 1:
     reads = _read_pairs(read, params, memories, q, index)
   else:
@@ -89,16 +86,6 @@ def _read(read, params, q, memories, index, weights):
   # Selected before the product: what was not chosen may be nan.
   reads = jnp.where((index >= 0)[..., None], reads, 0.0)
   return jnp.einsum("btnr,btnrv->btnv", weights, reads)
-
-
-def _tile_size(pairs: int, slots: int) -> int:
-  """About as many tiles as there are memories, of a size that pays."""
-  if pairs <= slots:
-    return 1
-  size = _SMALLEST_TILE
-  while size < _LARGEST_TILE and 4 * size * slots <= pairs:
-    size *= 2
-  return size
 
 
 def _read_pairs(read, params, memories, q, index):

@@ -78,7 +78,6 @@ class MatrixMemory(Memory):
     del params
     return selected_read(
       *(q, memories, index, weights),
-      # Reading a matrix takes no parameters, and none may hide in there.
-      xla=functools.partial(in_tiles, self.read, {}),
+      one_by_one=functools.partial(in_tiles, self.read, {}),
       implementation=of_op(self.implementation, "mosaic_tpu", "triton"),
     )

@@ -7,6 +7,7 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 
 from memcache_jax.ops import cache_read
+from memcache_jax.ops.cache_read import _selected_tiles
 from memcache_jax.ops.cache_read._plan import make_plan
 from memcache_jax.testing import assert_close
 
@@ -101,3 +102,25 @@ def test_a_plan_gives_every_pair_a_place():
       tiles[there[chosen >= 0] // tile], chosen[chosen >= 0]
     )
     assert np.all(np.diff(tiles) >= 0)
+
+
+def test_heads_in_turn_are_heads_together(monkeypatch):
+  """A CPU takes them in turn, other platforms together."""
+  rng = np.random.default_rng(0)
+  normal = lambda *axes: jnp.asarray(rng.standard_normal(axes), jnp.float32)
+  q, states = normal(2, 40, 3, 4), normal(2, 5, 3, 4, 2)
+  weights = normal(2, 40, 3, 2)
+  index = rng.random((2, 40, 3, 5)).argsort(-1)[..., :2]
+  index[rng.random(index.shape) < 0.2] = -1
+  index, g = jnp.asarray(index, jnp.int32), normal(2, 40, 3, 2)
+
+  def both(q, states, weights):
+    read = lambda *x: _selected_tiles.selected_read(x[0], x[1], index, x[2])
+    y, pull = jax.vjp(read, q, states, weights)
+    return y, pull(g)
+
+  in_turn = jax.jit(both)(q, states, weights)
+  monkeypatch.setattr(
+    jax.lax, "platform_dependent", lambda *x, cpu, default: default(*x)
+  )
+  assert_close(jax.jit(lambda *x: both(*x))(q, states, weights), in_turn)

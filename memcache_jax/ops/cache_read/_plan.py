@@ -13,6 +13,9 @@ import jax.numpy as jnp
 
 from memcache_jax.array_typing import Array, Int
 
+# Queries of a tile: more fill a matrix unit better, and leave more unfilled.
+_SMALLEST_TILE, _LARGEST_TILE = 8, 128
+
 
 class Plan(NamedTuple):
   """Where pairs go; m places in p tiles, of which some stay empty.
@@ -23,6 +26,16 @@ class Plan(NamedTuple):
   memory: Int[Array, "b p n"]  # that each tile reads
   pair: Int[Array, "b n m"]  # that stands at a place; -1: empty
   place: Int[Array, "b n j"]  # of each pair; -1: nowhere
+
+
+def tile_size(pairs: int, slots: int) -> int:
+  """About as many tiles as there are memories, of a size that pays."""
+  if pairs <= slots:
+    return 1
+  size = _SMALLEST_TILE
+  while size < _LARGEST_TILE and 4 * size * slots <= pairs:
+    size *= 2
+  return size
 
 
 def make_plan(index: Int[Array, "b t n r"], slots: int, tile: int) -> Plan:

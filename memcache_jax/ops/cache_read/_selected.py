@@ -5,7 +5,11 @@ from typing import TypeAlias
 
 from memcache_jax.array_typing import Array, Float, Int
 from memcache_jax.ops import _checks, _dispatch
-from memcache_jax.ops.cache_read import _selected_kernels, _selected_triton
+from memcache_jax.ops.cache_read import (
+  _selected_kernels,
+  _selected_tiles,
+  _selected_triton,
+)
 
 Read: TypeAlias = Callable[..., Float[Array, "b t n v"]]
 
@@ -18,7 +22,7 @@ def selected_read(
   index: Int[Array, "b t n r"],
   weights: Float[Array, "b t n r"],
   *,
-  xla: Read,
+  one_by_one: Read,
   implementation: _dispatch.Implementation | None = None,
 ) -> Float[Array, "b t n v"]:
   r"""Reads the few stored matrix memories that each token selected.
@@ -33,11 +37,11 @@ def selected_read(
     states: stored memories, float32.
     index: which of them each token reads, without repetition; -1 for none.
     weights: the gate of each.
-    xla: the same of these four arrays, where no kernel runs; it must not hold
-      any that is traced.
+    one_by_one: the same of these four arrays, by reads of one state each: the
+      "reference", and all there is for so few queries that nothing is shared.
     implementation: "mosaic_tpu", "triton" (for GPUs; compiled but not yet run
-      on one), "xla" and "reference" for `xla`, or None for the fastest on the
-      platform the program is compiled for.
+      on one), "xla", "reference", or None for the fastest on the platform the
+      program is compiled for.
 
   Returns:
     y in float32.
@@ -64,16 +68,18 @@ def selected_read(
       "mosaic_tpu": _selected_kernels.why_not(q, states, index),
       "triton": _selected_triton.why_not(q, states, index),
     }
-  pairs, slots = index.shape[1] * index.shape[3], states.shape[1]
-  if implementation is None and pairs <= slots:
+  few = index.shape[1] * index.shape[3] <= states.shape[1]
+  if implementation is None and few:
     implementation = "xla"  # no state is read by many: nothing to sort
   choice = _dispatch.resolve(_NAME, implementation, why_not)
-  if choice in ("reference", "xla"):
-    return xla(q, states, index, weights)
+  if choice == "reference" or (choice == "xla" and few):
+    return one_by_one(q, states, index, weights)
+  if choice == "xla":
+    return _selected_tiles.selected_read(q, states, index, weights)
   return _dispatch.run_spread(
     _NAME,
     choice,
-    xla,
+    _selected_tiles.selected_read,
     {
       "mosaic_tpu": _selected_kernels.mosaic_tpu,
       "triton": _selected_triton.triton,
