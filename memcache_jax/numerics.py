@@ -66,6 +66,15 @@ def scale_rows(
   return x * jnp.einsum("...,k->...k", scale, ones, precision="highest")
 
 
+def dot_rows(
+  x: Float[Array, "*axes k"], y: Float[Array, "*axes k"]
+) -> Float[Array, "*axes"]:
+  """Products of the rows of two arrays; as a product with ones on a CPU takes a
+  fraction of the time of a sum."""
+  ones = jnp.ones(x.shape[-1:], x.dtype)
+  return jnp.einsum("...k,k->...", x * y, ones, precision="highest")
+
+
 def decay_runs(
   log_decay: Float[Array, "*rows c"], resets: Bool[Array, "*#rows c"]
 ) -> tuple[Float[Array, "*rows c"], Float[Array, "*rows c"]]:

@@ -57,6 +57,11 @@ def test_scale_rows_is_a_product():
   chex.assert_trees_all_close(got, square(lambda x, s: x * s[:, None]))
 
 
+def test_dot_rows():
+  x = jnp.arange(6.0).reshape(2, 3)
+  assert numerics.dot_rows(x, x + 1).tolist() == [8.0, 62.0]
+
+
 def test_rms_norm():
   x = jnp.asarray([[3.0, -3.0, 3.0, -3.0]], jnp.bfloat16)
   y = numerics.rms_norm(x, jnp.full(4, 2.0))

@@ -127,7 +127,7 @@ class Aggregator:
   def gate_chosen(
     self,
     index: Int[Array, "*rows r"],
-    logits: Float[Array, "*rows s"],
+    logits: Float[Array, "*rows r"],
     own_logit: Float[Array, "*rows"],
     readable: Bool[Array, "*#rows s"],
     scores: Float[Array, "*rows s"],
@@ -136,7 +136,7 @@ class Aggregator:
 
     Args:
       index: what was chosen.
-      logits: see `weights`.
+      logits: relevance of it.
       own_logit: see `weights`.
       readable: see `weights`.
       scores: see `choose`.

@@ -5,9 +5,12 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from memcache_jax import numerics
 from memcache_jax.array_typing import Array, Bool, Float, Int
+from memcache_jax.caching import _ranks
 from memcache_jax.caching._aggregators import Aggregator
 from memcache_jax.memories._base import Tokens
+from memcache_jax.ops._heads import by_heads
 
 
 def pooled(
@@ -57,14 +60,77 @@ def route(
     logits = _slot(slots, index[:, None])
     own = _slot(slots, own_index[..., None])[..., 0]
   else:
-    u = tokens.q if aggregate.router == "shared" else tokens.gates["u"]
-    u = u.astype(jnp.float32)
+    u = _queries(aggregate, tokens)
     logits = jnp.einsum("btnk,bsnk->btns", u, keys)
-    own = jnp.sum(u * own_key, axis=-1)
+    assert own_key is not None
+    own = numerics.dot_rows(u, own_key)
   scores = logits
   if aggregate.draws and tokens.seeds is not None:
     scores = logits + _gumbel(tokens.seeds, index, logits.shape[2])
   return Relevance(logits, own, scores)
+
+
+def _queries(aggregate, tokens):
+  u = tokens.q if aggregate.router == "shared" else tokens.gates["u"]
+  return u.astype(jnp.float32)
+
+
+def at_chosen(
+  aggregate: Aggregator,
+  tokens: Tokens,
+  keys: Float[Array, "b s n k"],
+  logits: Float[Array, "b g c n r"],
+  index: Int[Array, "b g c n r"],
+) -> Float[Array, "b g c n r"]:
+  """The logits of the few memories that tokens [b g c ...] chose.
+
+  Their gradient is not that of all logits, most of which would be zeros, where
+  moving rows is cheaper than multiplying by zeros. It is one in reverse.
+  """
+  flat = lambda x: x.reshape(x.shape[0], -1, *x.shape[3:])
+  u = flat(_queries(aggregate, tokens))
+  return _compare(u, keys, flat(logits), flat(index)).reshape(index.shape)
+
+
+@jax.custom_vjp
+def _compare(u, keys, logits, index):
+  del u, keys, index  # of which the logits are made
+  return logits
+
+
+def _gradients_of_compare(inputs, g):
+  u, keys, index = inputs
+  g = jnp.where(index >= 0, g, 0.0)
+  d_u, d_keys = by_heads(_by_rows, u, keys, index, g, together=_by_products)
+  return d_u, d_keys, None, None
+
+
+_compare.defvjp(
+  lambda u, keys, logits, index: (
+    _compare(u, keys, logits, index),
+    (u, keys, index),
+  ),
+  _gradients_of_compare,
+)
+
+
+def _by_products(u, keys, index, g):
+  g = _ranks.spread(g, index, keys.shape[1])
+  d_u = jnp.einsum("btns,bsnk->btnk", g, keys)
+  return d_u, jnp.einsum("btns,btnk->bsnk", g, u)
+
+
+def _by_rows(u, keys, index, g):
+  """The same of one head: u [b t k], keys [b s k]."""
+  place = jnp.maximum(index, 0)
+  take = jax.vmap(lambda x, i: x[i])
+  add = jax.vmap(lambda x, i, rows: x.at[i].add(rows))
+  d_u, d_keys = jnp.zeros_like(u), jnp.zeros_like(keys)
+  for r in range(index.shape[-1]):
+    one, i = g[..., r, None], place[..., r]
+    d_u += one * take(keys, i)
+    d_keys = add(d_keys, i, one * u)
+  return d_u, d_keys
 
 
 def _gumbel(seeds, index, heads) -> Float[Array, "b t n s"]:

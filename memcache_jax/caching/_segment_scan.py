@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from einops import rearrange
 from jax.ad_checkpoint import checkpoint_name
 
-from memcache_jax import sharding, token_layout
+from memcache_jax import numerics, sharding, token_layout
 from memcache_jax.caching import (
   _layout,
   _levels,
@@ -75,7 +75,7 @@ def read(cached, params, layout, tokens, stored, weighed, y, start):
   """Reads [b g c n v] of the stored memories and the online ones, combined."""
   weights, own, selection = weighed
   if selects(cached.aggregate, stored.index.shape[1]):
-    y = own[..., None] * y.astype(jnp.float32)
+    y = numerics.scale_rows(y.astype(jnp.float32), own)
     return y + _read_selected(cached, params, stored, tokens, selection)
   carried = stored.index.shape[1] - y.shape[1] + 1
   parts = []

@@ -92,12 +92,11 @@ class SparseSelective(Gated):
   def gate_chosen(
     self,
     index: Int[Array, "*rows r"],
-    logits: Float[Array, "*rows s"],
+    logits: Float[Array, "*rows r"],
     own_logit: Float[Array, "*rows"],
     readable: Bool[Array, "*#rows s"],
     scores: Float[Array, "*rows s"],
   ) -> Selection:
-    chosen = _ranks.at(logits, index)
-    weights, own = super().weights(chosen, own_logit, index >= 0)
+    weights, own = super().weights(logits, own_logit, index >= 0)
     chosen = Selection(index, weights, own)
     return self.selection.train(chosen, scores, own_logit, readable)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from memcache_jax.array_typing import Array, Float, Int, State
-from memcache_jax.caching import _blocks, _next_state, _router
+from memcache_jax.caching import _blocks, _next_state, _ranks, _router
 from memcache_jax.caching._aggregators import Selection
 
 # Reading only selected memories takes sorting and moving tokens, and is faster
@@ -75,22 +75,34 @@ def bands(blocks: int) -> list[tuple[int, int]]:
 
 def weigh(cached, state, stored, segments, tokens) -> Weighed:
   """Weights [b g c n s] of the stored memories and [b g c n] of the own."""
+  aggregate = cached.aggregate
   slots, g = stored.index.shape[1], tokens.q.shape[1]
-  if not selects(cached.aggregate, slots):
+  if not selects(aggregate, slots):
     return weigh_some(cached, state, stored, segments, tokens)
-  parts = []
+  related, chosen = [], []
   for first, last in bands(g):
     cut = lambda x, first=first, last=last: x[:, first:last]
     some = jax.tree.map(lambda x, s=slots - g + last: x[:, :s], stored)
-    weighed = weigh_some(
-      cached,
-      state if first == 0 else None,  # with whose open segment nothing else
-      some,
-      *jax.tree.map(cut, (segments, tokens)),
-      first=first,
-    )
+    facts, band = jax.tree.map(cut, (segments, tokens))
+    relevance, readable = relate(cached, some, facts, band, first)
+    # With the open segment of a state goes on nothing but the first one.
+    share = _sharing(aggregate, state if first == 0 else None, facts)
+    index = choose(aggregate, relevance.scores, readable, share)
+    related.append((relevance.scores, readable))
+    chosen.append((index, _ranks.at(relevance.logits, index)))
+  join = lambda *x: jnp.concatenate(x, axis=1)
+  index, logits = jax.tree.map(join, *chosen)
+  # Of all bands together; what is not used of it is not computed.
+  own = relate(cached, stored, segments, tokens)[0].own
+  if aggregate.router in ("context", "shared"):
+    logits = _router.at_chosen(aggregate, tokens, stored.keys, logits, index)
+  parts = []
+  for edges, (scores, readable) in zip(bands(g), related, strict=True):
+    cut = lambda x, edges=edges: x[:, slice(*edges)]
+    inputs = (cut(index), cut(logits), cut(own), readable, scores)
+    weighed = _gate(aggregate, *inputs)
     parts.append(_for_all_slots(weighed, slots))
-  return jax.tree.map(lambda *x: jnp.concatenate(x, axis=1), *parts)
+  return jax.tree.map(join, *parts)
 
 
 def _for_all_slots(weighed, slots):
@@ -143,16 +155,18 @@ def weigh_some(
   aggregate = cached.aggregate
   shape = (*tokens.q.shape[:4], stored.block.shape[1])
   relevance, readable = relate(cached, stored, segments, tokens, first)
-
-  def share(choose, *inputs):
-    return _blocks.share_places(
-      aggregate.block, choose, inputs, state, segments
-    )
-
+  share = _sharing(aggregate, state, segments)
   weighed = mix(aggregate, relevance, readable, share)
   return weighed._replace(
     weights=jnp.broadcast_to(weighed.weights, shape),
     own=jnp.broadcast_to(weighed.own, shape[:-1]),
+  )
+
+
+def _sharing(aggregate, state, segments):
+  """Lets tokens by segments share what is chosen, see `choose`."""
+  return lambda choose, *inputs: _blocks.share_places(
+    aggregate.block, choose, inputs, state, segments
   )
 
 
@@ -163,17 +177,33 @@ def mix(aggregate, relevance, readable, share) -> Weighed:
     aggregate: the aggregator.
     relevance: of what is cached, and of the online memory.
     readable: which cached memories a token may read.
-    share: calls what chooses by scores and `readable`, and lets the tokens of
-      a block share what it returns.
+    share: see `choose`.
   """
   logits, own_logit, scores = relevance
   if aggregate.max_selected is None:
     weights, own = aggregate.weights(logits, own_logit, readable)
     return Weighed(weights, own, None)
+  index = choose(aggregate, scores, readable, share)
+  chosen = _ranks.at(logits, index)
+  return _gate(aggregate, index, chosen, own_logit, readable, scores)
+
+
+def choose(aggregate, scores, readable, share) -> Int[Array, "*rows r"]:
+  """The memories that each token reads.
+
+  Args:
+    aggregate: the aggregator.
+    scores: relevance that it chooses by.
+    readable: which cached memories a token may read.
+    share: calls what chooses by scores and `readable`, and lets the tokens of
+      a block share what it returns.
+  """
   if aggregate.block > 1:
-    index = share(aggregate.choose, scores, readable)
-  else:
-    index = aggregate.choose(scores, readable)
+    return share(aggregate.choose, scores, readable)
+  return aggregate.choose(scores, readable)
+
+
+def _gate(aggregate, index, logits, own_logit, readable, scores) -> Weighed:
   selection = aggregate.gate_chosen(index, logits, own_logit, readable, scores)
   weights = selection.all_weights(readable.shape[-1])
   return Weighed(weights, selection.own, selection)

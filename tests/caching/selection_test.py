@@ -15,6 +15,8 @@ from memcache_jax.caching import (
   HardTopK,
   SparseSelective,
   StraightThrough,
+  _ranks,
+  _router,
   _weights,
 )
 from memcache_jax.memories import DecayedLinear, HeadShape, Linear, Titans
@@ -98,6 +100,39 @@ def _noise(seeds):
   numbers = jnp.arange(SEGMENTS)
   draw = jax.vmap(draw, (None, 0), 1)
   return jax.vmap(jax.vmap(lambda seed: draw(seed, numbers)))(seeds)
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 4, 5])
+def test_the_largest_are_those_of_top_k(count):
+  """With equals, nan and infinities, in order."""
+  rng = np.random.default_rng(0)
+  x = rng.integers(0, 4, (3, 5, 2, 9)).astype(np.float32)
+  x[x == 3] = -np.inf
+  x[0, 0] = -np.inf
+  x[1, 1, :, [3, 5]] = np.nan
+  x[2, 2, :, [4, 6]] = np.inf
+  x = jnp.asarray(x)
+  expected = jax.lax.top_k(x, count)[1]
+  chex.assert_trees_all_equal(_ranks.largest(x, count), expected)
+
+
+def test_relevance_has_one_gradient_on_all_platforms():
+  """Of chosen memories only: by moving rows, or by products with zeros."""
+  rng = np.random.default_rng(0)
+  normal = lambda *axes: jnp.asarray(rng.standard_normal(axes), jnp.float32)
+  u, keys, g = normal(2, 9, 2, 4), normal(2, 5, 2, 4), normal(2, 9, 2, 3)
+  index = rng.random((2, 9, 2, 5)).argsort(-1)[..., :3]
+  index = jnp.asarray(np.where(rng.random(index.shape) < 0.2, -1, index))
+
+  def chosen(u, keys):
+    logits = jnp.einsum("btnk,bsnk->btns", u, keys)
+    return jnp.where(index >= 0, _ranks.at(logits, index), 0.0)
+
+  expected = jax.vjp(chosen, u, keys)[1](g)
+  g = jnp.where(index >= 0, g, 0.0)
+  by_rows = jax.vmap(_router._by_rows, 2, 2)
+  for rule in (by_rows, _router._by_products):
+    assert_close(rule(u, keys, index, g), expected)
 
 
 @pytest.mark.slow
