@@ -126,3 +126,25 @@ def test_a_cache_of_many_segments(monkeypatch):
   monkeypatch.setattr(_weights, "_SLOTS_PER_SELECTED", 1000)
   assert_close(make()(tokens.q, tokens.k), sparse)
   assert len(calls) == 1
+
+
+def test_second_derivatives(monkeypatch):
+  memory = Cached(Linear(implementation="xla"), Constant(1), SparseSelective(2))
+  tokens = random_tokens(memory, SHAPE, 1, 26)
+  tokens = replace(tokens, mask=None, starts=None)
+
+  def run():
+    def loss(q, k, u):
+      now = replace(tokens, q=q, k=k, gates={"u": u})
+      return jnp.sum(jnp.sin(memory.scan({}, None, now)[0]))
+
+    def of_gradient(*inputs):
+      found = jax.grad(loss, argnums=(0, 1, 2))(*inputs)
+      return sum(jnp.sum(jnp.sin(x)) for x in found)
+
+    gradient = jax.jit(jax.grad(of_gradient, argnums=(0, 1, 2)))
+    return gradient(tokens.q, tokens.k, tokens.gates["u"])
+
+  sparse = run()
+  monkeypatch.setattr(_weights, "_SLOTS_PER_SELECTED", 1000)
+  assert_close(run(), sparse)
