@@ -1,10 +1,15 @@
 """A number in lines of noise (S-NIAH-1), trained short and measured long.
 
+RetNet's memory forgets at a fixed rate; what of it is cached does not. One
+layer is enough, whose convolutions see the colon from every digit: then each is
+found by its place. The first rows have no noise, and are little more than the
+number, twice: what is not found in 2,000 steps among noise is found there in
+some 300.
+
 Command: python -m examples.recall.main --config=configs/needle/small.py
   e.g. with --config.aggregate=none to compare
 Hardware: made for 2 CPU cores
-Result: none yet. Up to 6,000 steps, which were tried, find the key and not the
-  number: see examples/recall/RESULTS.md.
+Result: see examples/recall/RESULTS.md.
 """
 
 import ml_collections
@@ -14,14 +19,20 @@ def get_config() -> ml_collections.ConfigDict:
   """The fields of `examples.recall.settings.Settings`, and the seeds."""
   return ml_collections.ConfigDict(
     {
-      # The task; beyond 256 tokens all lengths are new to the model.
+      # The task; beyond 1024 tokens all lengths are new to the model.
       "task": {
         "name": "needle",
-        "stages": ((128, 3000), (256, 1000)),
+        "stages": (
+          (48, False, 1000),
+          (128, True, 100),
+          (256, True, 100),
+          (512, True, 50),
+          (1024, True, 100),
+        ),
         "test_lengths": (128, 256, 512, 1024, 2048, 4096),
       },
       # The model.
-      "memory": "linear",
+      "memory": "retnet",
       "aggregate": "gated_residual",
       "gate": "context",
       "selection": "hard",
@@ -30,10 +41,10 @@ def get_config() -> ml_collections.ConfigDict:
       "dim": 32,
       "num_layers": 1,
       "num_heads": 1,
-      "conv_width": 4,
+      "conv_width": 10,
       # The training.
       "seeds": (0, 1, 2),
-      "batch_tokens": 2048,
+      "batch_tokens": 4096,
       "learning_rate": 1e-2,
       "weight_decay": 0.0,
       "test_rows": 256,

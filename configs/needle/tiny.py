@@ -13,7 +13,10 @@ from configs.needle import small
 def get_config() -> ml_collections.ConfigDict:
   """The sizes of `small`, made tiny."""
   config = small.get_config()
-  config.task.stages = ((140, 2),)
+  config.task.stages = (
+    (48, False, 1),
+    (140, True, 1),
+  )
   config.task.test_lengths = (140, 280)
   config.dim = 16
   config.seeds = (0, 1)

@@ -20,6 +20,7 @@ from memcache_jax.caching import (
   StraightThrough,
 )
 from memcache_jax.memories import (
+  DecayedLinear,
   DeepLinear,
   GatedDelta,
   Linear,
@@ -66,6 +67,8 @@ def _memory(settings: Settings) -> Memory:
   match settings.memory:
     case "linear":
       return Linear()
+    case "retnet":
+      return DecayedLinear.retnet()
     case "swla":
       return SlidingWindowLinear()
     case "dla":

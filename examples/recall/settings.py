@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 from examples.recall import tasks
 
 MemoryName = Literal[
-  "attention", "linear", "swla", "dla", "titans", "gated_delta"
+  "attention", "linear", "retnet", "swla", "dla", "titans", "gated_delta"
 ]
 AggregateName = Literal[
   "none", "residual", "gated_residual", "soup", "sparse", "logarithmic"

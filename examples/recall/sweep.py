@@ -21,15 +21,14 @@ class Run(NamedTuple):
 
 
 def headline(base: Settings) -> dict[str, Settings]:
-  """Does caching help a linear memory, and how far is attention?"""
-  linear = replace(base, memory="linear")
+  """Does caching help the memory of the base, and how far is attention?"""
   cached = {
-    f"linear, {name}": replace(linear, aggregate=name)
+    f"{base.memory}, {name}": replace(base, aggregate=name)
     for name in ("residual", "gated_residual", "sparse", "logarithmic")
   }
   return {
     "attention": replace(base, memory="attention", aggregate="none"),
-    "linear": replace(linear, aggregate="none"),
+    base.memory: replace(base, aggregate="none"),
     **cached,
   }
 
@@ -37,7 +36,7 @@ def headline(base: Settings) -> dict[str, Settings]:
 def families(base: Settings) -> dict[str, Settings]:
   """Every memory, alone and with every way of reading cached ones."""
   entries = {"attention": replace(base, memory="attention", aggregate="none")}
-  for memory in ("linear", "swla", "dla", "titans", "gated_delta"):
+  for memory in ("linear", "retnet", "swla", "dla", "titans", "gated_delta"):
     for aggregate in (
       "none",
       "residual",

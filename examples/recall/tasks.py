@@ -2,8 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import numpy as np
@@ -12,14 +11,19 @@ from memcache_jax.tasks import (
   MQAR,
   Batch,
   NeedleInHaystack,
+  Sample,
   Task,
+  TextTask,
+  Tokenizer,
   WordTokenizer,
   exact_match,
   token_accuracy,
 )
 
-# A colon, a space, three pairs of digits and the last one.
-_ANSWER_TOKENS = 6
+# A colon, a space and seven digits.
+_ANSWER_TOKENS = 9
+# The most that a row without a haystack has.
+_ALONE = 45
 
 
 class PairsStage(NamedTuple):
@@ -41,10 +45,13 @@ class NeedleStage(NamedTuple):
 
   Attributes:
     length: tokens per row.
+    haystack: whether the needle lies in noise, as it does where it is measured.
+      If not, next to nothing is in the way, see `NeedleAlone`.
     steps: updates of the weights.
   """
 
   length: int
+  haystack: bool
   steps: int
 
 
@@ -66,7 +73,7 @@ class Pairs:
   name: ClassVar[str] = "mqar"
 
   def __post_init__(self):
-    stages = _stages(self.stages, PairsStage, "a length, a number of pairs and")
+    stages = _stages(self.stages, PairsStage)
     object.__setattr__(self, "stages", stages)
     for stage in stages:
       self.source(stage)  # raises for sizes that do not go together
@@ -90,10 +97,6 @@ class Pairs:
     """What is measured, by length."""
     return {self.stages[-1].length: self.source(self.stages[-1])}
 
-  def learned(self, batch: Batch) -> np.ndarray:
-    """Where targets are trained on, [b t]: the answers."""
-    return batch.answer_mask
-
   def score(self, predictions: np.ndarray, batch: Batch) -> float:
     """The share of answers that are right."""
     return token_accuracy(predictions, batch)
@@ -104,7 +107,7 @@ class Needle:
   """S-NIAH-1 in words; see `memcache_jax.tasks.NeedleInHaystack`.
 
   Attributes:
-    stages: lengths and steps, in this order.
+    stages: lengths, haystacks or none, and steps, in this order.
     test_lengths: where it is measured; what no stage has is new to the model.
   """
 
@@ -115,7 +118,7 @@ class Needle:
   facts: ClassVar[int] = 1
 
   def __post_init__(self):
-    stages = _stages(self.stages, NeedleStage, "a length and")
+    stages = _stages(self.stages, NeedleStage)
     object.__setattr__(self, "stages", stages)
     lengths = self.test_lengths
     if not isinstance(lengths, tuple | list) or not lengths:
@@ -123,34 +126,67 @@ class Needle:
         f"`test_lengths` must be a tuple of at least one: got {lengths!r}."
       )
     object.__setattr__(self, "test_lengths", tuple(lengths))
-    for length in (*(stage.length for stage in stages), *lengths):
-      _needle(length)  # raises for one without room
+    for stage in stages:
+      self.source(stage)  # raises for one without room
+    for length in lengths:
+      _needle(length)  # as above
 
   @property
   def vocab_size(self) -> int:
     """Ids of the task and the model."""
     return words().vocab_size
 
-  def source(self, stage: NeedleStage) -> NeedleInHaystack:
+  def source(self, stage: NeedleStage) -> TextTask:
     """The source of the rows of a stage."""
-    return _needle(stage.length)
+    if stage.haystack:
+      return _needle(stage.length)
+    return NeedleAlone(length=stage.length)
 
   @property
   def tests(self) -> dict[int, Task]:
     """What is measured, by length."""
     return {length: _needle(length) for length in self.test_lengths}
 
-  def learned(self, batch: Batch) -> np.ndarray:
-    """Where targets are trained on, [b t]: the whole text.
-
-    Its key, too, comes back; from the answers alone it takes far longer to
-    find out that something does.
-    """
-    return batch.mask
-
   def score(self, predictions: np.ndarray, batch: Batch) -> float:
     """The share of rows whose number is right in all digits."""
     return exact_match(predictions, batch)
+
+
+@functools.cache
+def words() -> WordTokenizer:
+  """Knows the words of needle prompts; digits and signs are bytes."""
+  return WordTokenizer.of_text(NeedleInHaystack(length=600).words)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NeedleAlone(TextTask):
+  """The needle and the last sentence of a question, without a haystack.
+
+  Both go back only some words from the number, as many as are drawn: at least
+  ` is: NUMBER.` and ` is: NUMBER`, of which a third is to be recalled.
+  """
+
+  tokenizer: Tokenizer = field(default_factory=words)
+  max_new_tokens: int = _ANSWER_TOKENS
+
+  def __post_init__(self):
+    super().__post_init__()
+    if self.length < _ALONE:
+      raise ValueError(
+        f"`length` must be at least {_ALONE} without a haystack: got "
+        f"{self.length}."
+      )
+
+  def sample(self, rng: np.random.Generator) -> Sample:
+    """Draws one question."""
+    whole = _needle(128).sample(rng)
+    lines = whole.prompt.splitlines()
+    needle = next(line for line in lines if whole.answers[0] in line)
+    _, asked = lines[-1].split("? ")
+    count = int(rng.integers(1, len(asked.split(" ")) + 1))
+    prompt = f"{_last(needle, count + 1)}\n{_last(asked, count)}"
+    num_tokens = len(self.tokenizer.encode(prompt))
+    return replace(whole, prompt=prompt, num_tokens=num_tokens, depth=0.0)
 
 
 TaskSettings: TypeAlias = Pairs | Needle
@@ -181,10 +217,10 @@ def parse(fields: dict[str, Any]) -> TaskSettings:
   return kind(**rest)
 
 
-@functools.cache
-def words() -> WordTokenizer:
-  """Knows the words and pairs of digits of needle prompts; signs are bytes."""
-  return WordTokenizer.of_text(NeedleInHaystack(length=600).words)
+def _last(text: str, count: int) -> str:
+  """The last words of a text with the space before them, or all of it."""
+  words = text.split(" ")
+  return text if count >= len(words) else " ".join(["", *words[-count:]])
 
 
 @functools.cache
@@ -194,19 +230,18 @@ def _needle(length: int) -> NeedleInHaystack:
   )
 
 
-def _stages(stages: Any, kind: Callable[..., Any], sizes: str) -> tuple:
+def _stages(stages: Any, kind: type[PairsStage] | type[NeedleStage]) -> tuple:
   """Stages as such, given them or plain tuples."""
   if not isinstance(stages, tuple | list) or not stages:
     raise ValueError(
       f"`stages` must be a tuple of at least one: got {stages!r}."
     )
-  found = []
+  fields, found = kind.__annotations__, []
   for stage in stages:
-    is_row = isinstance(stage, tuple | list) and len(stage) == len(kind._fields)
-    if not is_row or any(type(size) is not int for size in stage):
-      raise ValueError(
-        f"`stages` must hold {sizes} steps each, all integers: got {stage!r}."
-      )
+    is_row = isinstance(stage, tuple | list)
+    if not is_row or [type(size) for size in stage] != list(fields.values()):
+      wanted = ", ".join(f"{name} ({x.__name__})" for name, x in fields.items())
+      raise ValueError(f"`stages` must hold {wanted} each: got {stage!r}.")
     stage = kind(*stage)
     if stage.steps < 1:
       raise ValueError(f"`steps` must be at least 1: got {stage.steps}.")

@@ -53,13 +53,13 @@ def train_step(
   state: TrainState,
   tokens: Int[Array, "b t"],
   targets: Int[Array, "b t"],
-  learned: Bool[Array, "b t"],
+  answer_mask: Bool[Array, "b t"],
 ) -> tuple[TrainState, Float[Array, ""]]:
-  """One update; returns the loss where it is learned, in nats, before it."""
+  """One update; returns the loss of the answers, in nats, before it."""
 
   def loss(params):
     logits, _ = model.with_params(settings, params)(tokens)
-    return next_token_loss(logits, targets, learned)
+    return next_token_loss(logits, targets, answer_mask)
 
   value, gradient = jax.value_and_grad(loss)(state.params)
   updates, opt_state = optimizer(settings).update(
@@ -105,7 +105,7 @@ def train(
   for step, stage in enumerate(stages, start=1):
     rng = np.random.default_rng([TRAIN, seed, step])
     rows = task.source(stage).batch(rng, settings.rows(stage.length))
-    inputs = (rows.tokens, rows.targets, task.learned(rows))
+    inputs = (rows.tokens, rows.targets, rows.answer_mask)
     state, loss = train_step(settings, state, *jax.device_put(inputs))
     losses.append(loss)
     if step % every == 0 or step == settings.steps:

@@ -136,7 +136,7 @@ class NeedleInHaystack(TextTask):
 
   @property
   def words(self) -> str:
-    """A text of all words that prompts hold, and all pairs of digits.
+    """A text of all words that prompts hold.
 
     For tokenizers made of a text, such as `WordTokenizer`.
     """
@@ -145,8 +145,7 @@ class NeedleInHaystack(TextTask):
     # Both stand after spaces and at the beginning of lines.
     twice = f"{needle.sentence(self.value)} {self.essays or ''} " * 2
     keys = [f" {word}-" for word in ADJECTIVES] + [f"-{word}" for word in NOUNS]
-    pairs = [f" {number:02}" for number in range(100)]
-    return "\n".join((prompt, twice, self.essays or "", *keys, *pairs))
+    return "\n".join((prompt, twice, self.essays or "", *keys))
 
   def _draw(self, rng: np.random.Generator) -> Needle:
     while True:

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, Self, runtime_checkable
 
-# Letters, with a space before them, two digits, or any other character.
-_PIECE = re.compile(r" ?[^\W\d_]+|[0-9]{2}|.", re.DOTALL)
+# Letters, with a space before them, or any other character.
+_PIECE = re.compile(r" ?[^\W\d_]+|.", re.DOTALL)
 
 
 @runtime_checkable
@@ -63,30 +63,28 @@ class ByteTokenizer:
 
 @dataclass(frozen=True)
 class WordTokenizer:
-  """A token for each known word or pair of digits, and bytes for all else.
+  """A token for each known word, and bytes for all else.
 
-  A word is a run of letters with the space before it, if there is one. Numbers
-  are cut into pairs of digits from the left. What is not known is spelled, and
-  so are signs and line breaks: every text can be written and read back. For
-  tests at small scale, whose texts have few words: they are about a quarter as
-  long as in bytes.
+  A word is a run of letters with the space before it, if there is one. What is
+  not known is spelled, and so are numbers, signs and line breaks: every text
+  can be written and read back. For tests at small scale, whose texts have few
+  words: they are about a quarter as long as in bytes.
 
   Attributes:
-    words: id 256 and following, pairs of digits among them; the ids below are
-      the bytes.
+    words: id 256 and following; the ids below are the bytes.
 
   Raises:
-    ValueError: for what is not a word or a pair, or is given twice.
+    ValueError: for what is not a word, or is given twice.
 
   Example:
     >>> from memcache_jax.tasks import WordTokenizer
     >>> tokenizer = WordTokenizer.of_text("the sky, and the 42")
     >>> tokenizer.words
-    ('the', ' sky', ' and', ' the', '42')
-    >>> tokenizer.encode("the sky is 421")
-    [256, 257, 32, 105, 115, 32, 260, 49]
-    >>> tokenizer.decode(tokenizer.encode("the sky is 421"))
-    'the sky is 421'
+    ('the', ' sky', ' and', ' the')
+    >>> tokenizer.encode("the sky is 42")
+    [256, 257, 32, 105, 115, 32, 52, 50]
+    >>> tokenizer.decode(tokenizer.encode("the sky is 42"))
+    'the sky is 42'
   """
 
   words: tuple[str, ...]
@@ -95,8 +93,8 @@ class WordTokenizer:
     for word in self.words:
       if not (isinstance(word, str) and _is_word(word)):
         raise ValueError(
-          "`words` must be letters, with a space before them or not, or two "
-          f"digits: got {word!r}."
+          "`words` must be letters, with a space before them or not: got "
+          f"{word!r}."
         )
     word, count = collections.Counter(("", *self.words)).most_common(1)[0]
     if count > 1:
@@ -142,6 +140,4 @@ class WordTokenizer:
 
 def _is_word(piece: str) -> bool:
   """Whether it is a piece of more than a byte, which has an id already."""
-  is_pair = re.fullmatch("[0-9]{2}", piece) is not None
-  is_word = is_pair or piece.removeprefix(" ").isalpha()
-  return is_word and len(piece.encode()) > 1
+  return piece.removeprefix(" ").isalpha() and len(piece.encode()) > 1

@@ -6,11 +6,12 @@ import pathlib
 import typing
 
 import jax
+import numpy as np
 import pytest
 from absl import app, flags
 from absl.testing import flagsaver
 
-from examples.recall import main, model, report, sweep, training
+from examples.recall import main, model, report, sweep, tasks, training
 from examples.recall.settings import (
   AggregateName,
   MemoryName,
@@ -179,12 +180,12 @@ def test_needles_are_drawn_against_the_lengths_of_the_tests(tmp_path):
     sweep.append(tmp_path, run, {"accuracy": accuracy})
   table = report.write(tmp_path, runs, sweep.load(tmp_path), base)
   assert table.splitlines()[0] == "| model | seeds | 140 | 280 |"
-  row = "| linear | 2 | 0.004 (0.000 to 0.007) | 0.002 (0.000 to 0.004) |"
+  row = "| retnet | 2 | 0.004 (0.000 to 0.007) | 0.002 (0.000 to 0.004) |"
   assert row in table
-  assert "| linear, logarithmic | 1 | 0.000 (0.000 to 0.000) |" in table
+  assert "| retnet, logarithmic | 1 | 0.000 (0.000 to 0.000) |" in table
   found = report.curves(runs, sweep.load(tmp_path), base)
   assert found.keys() == {"length"}
-  assert found["length"]["linear, residual"] == {
+  assert found["length"]["retnet, residual"] == {
     140: [0, 1 / 140],
     280: [0, 1 / 280],
   }
@@ -231,7 +232,7 @@ def test_configs_make_models_of_every_kind(name):
   assert parse(plain(parse(fields))) == parse(fields)
   soft = {"aggregate": "sparse", "selection": "straight_through"}
   made.add(model.config(parse(fields | soft)).pattern)
-  assert len(made) == 32  # no two of them are the same
+  assert len(made) == 38  # no two of them are the same
   for name in ("memory", "aggregate", "gate", "selection", "write_mode"):
     with pytest.raises(ValueError, match=f"`{name}` must be one of .*'typo'"):
       parse(fields | {name: "typo"})
@@ -241,15 +242,20 @@ def test_configs_make_models_of_every_kind(name):
   ("task", "change", "match"),
   [
     ("mqar", {"stages": ()}, "`stages` must be a tuple of at least one: got"),
-    ("mqar", {"stages": (16, 2, 1)}, "`stages` must hold a length, .* got 16"),
+    ("mqar", {"stages": (16, 2, 1)}, "`stages` must hold length .* got 16"),
     ("mqar", {"stages": ((16, 2, 1.5),)}, "`stages` must hold .*16, 2, 1.5"),
-    ("mqar", {"stages": ((16, 2),)}, "hold a length, a number .*\\(16, 2\\)"),
+    ("mqar", {"stages": ((16, 2),)}, "\\(int\\), num_pairs .*\\(16, 2\\)"),
     ("mqar", {"stages": ((16, 2, 0),)}, "`steps` must be at least 1: got 0"),
     ("mqar", {"stages": ((16, 5, 1),)}, "`num_pairs` must be at most a quart"),
-    ("needle", {"stages": ((140, 2, 1),)}, "hold a length and steps each"),
-    ("needle", {"stages": ((60, 2),)}, "`length` must be at least 107, 6 of"),
+    ("needle", {"stages": ((140, 2, 1),)}, "haystack \\(bool\\), .*140, 2, 1"),
+    (
+      "needle",
+      {"stages": ((60, True, 2),)},
+      "`length` must be at least 113, 9",
+    ),
+    ("needle", {"stages": ((44, False, 2),)}, "`length` must be at least 45 "),
     ("needle", {"test_lengths": 280}, "`test_lengths` must be .* got 280"),
-    ("needle", {"test_lengths": (60,)}, "`length` must be at least 107, 6 of"),
+    ("needle", {"test_lengths": (60,)}, "`length` must be at least 113, 9 of"),
     ("needle", {"name": "typo"}, "`task` must have a name, .*'typo'"),
     ("needle", {"name": "mqar"}, "`task` must have \\['stages', 'vocab_size'"),
   ],
@@ -274,13 +280,38 @@ def test_wrong_fields_are_named(change, match):
     parse(_fields("mqar.tiny") | change)
 
 
+def test_needles_without_a_haystack_are_ends_of_sentences():
+  task = parse(_fields("needle.tiny")).task
+  alone, haystack = (task.source(stage) for stage in task.stages)
+  lengths = set()
+  for seed in range(100):
+    cut, whole = (
+      source.sample(np.random.default_rng(seed)) for source in (alone, haystack)
+    )
+    assert (cut.answers, cut.continuation) == (
+      whole.answers,
+      whole.continuation,
+    )
+    needle, asked = cut.prompt.split("\n")
+    assert needle.endswith(f" is: {cut.answers[0]}.")
+    assert asked.endswith(" is")
+    assert any(line.endswith(needle) for line in whole.prompt.split("\n"))
+    assert whole.prompt.endswith(asked)
+    assert cut.num_tokens == len(tasks.words().encode(cut.prompt))
+    lengths.add(cut.num_tokens)
+  assert (min(lengths), max(lengths)) == (13, 36)
+  shortest = type(alone)(length=45).batch(np.random.default_rng(0), 100)
+  assert shortest.mask[:, 43].any()
+  assert not shortest.mask[:, 44].any()
+
+
 def test_every_stage_is_trained_for_its_steps(monkeypatch):
   fields = _fields("mqar.tiny")
   fields["task"]["stages"] = ((8, 1, 2), (16, 2, 2))
   settings = parse(fields)
   seen = []
 
-  def train_step(settings, state, tokens, targets, learned):
+  def train_step(settings, state, tokens, targets, answer_mask):
     seen.append(tokens.shape)
     return state, 0.0
 

@@ -271,7 +271,7 @@ class NegativeTokenizer(ByteTokenizer):
     (lambda: NeedleInHaystack(length=900, depth=2), "`depth` must be a num"),
     (lambda: NeedleInHaystack(length=900, tokenizer=str), "`tokenizer` must"),
     (lambda: WordTokenizer((" a", "b c")), "`words` must be letters, .*'b c'"),
-    (lambda: WordTokenizer(("7",)), "`words` must be letters, .* got '7'"),
+    (lambda: WordTokenizer(("77",)), "`words` must be letters, .* got '77'"),
     (lambda: WordTokenizer((" a", "bc", " a")), "`words` .* ' a' 2 times"),
     (lambda: IN_WORDS.decode([5, 999]), "`tokens` must be from 0 to .* 999"),
     (lambda: Phonebook(length=900, num_entries=2), "`num_entries` .* least 3"),
@@ -347,12 +347,11 @@ def test_what_is_encoded_can_be_decoded(tokenizer, text):
   assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_words_and_pairs_of_digits_are_those_of_the_text():
+def test_words_are_those_of_the_text():
   tokenizer = WordTokenizer.of_text("A cat,a cat_é is 123x²\nnot naïve.")
-  assert tokenizer.words == (" cat", "é", " is", "12", "not", " naïve")
-  assert tokenizer.vocab_size == 256 + 6
-  assert len(tokenizer.encode(" cat is not")) == 2 + len(" not")
-  assert len(tokenizer.encode("1212 1312")) == 2 + len(" ") + len("13") + 1
+  assert tokenizer.words == (" cat", "é", " is", "not", " naïve")
+  assert tokenizer.vocab_size == 256 + 5
+  assert len(tokenizer.encode(" cat is not 12")) == 2 + len(" not 12")
 
 
 def test_a_tokenizer_of_all_words_of_needles_spells_none(as_a_user):
@@ -362,7 +361,6 @@ def test_a_tokenizer_of_all_words_of_needles_spells_none(as_a_user):
       tokens = tokenizer.encode(sample.prompt + sample.continuation)
       spelled = {chr(token) for token in tokens if token < 256}
       assert spelled <= {*' \n-:.,?!"0123456789', "A", "I"}, spelled
-      assert tokens[-1] < 256 <= min(tokens[-4:-1])  # of seven digits
 
 
 def test_scores():
