@@ -4,7 +4,7 @@ RetNet's memory forgets at a fixed rate; what of it is cached does not. One
 layer is enough, whose convolutions see the colon from every digit: then each is
 found by its place. The first rows have no noise, and are little more than the
 number, twice: what is not found in 2,000 steps among noise is found there in
-some 300.
+some hundreds.
 
 Command: python -m examples.recall.main --config=configs/needle/small.py
   e.g. with --config.aggregate=none to compare
