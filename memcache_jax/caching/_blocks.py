@@ -64,8 +64,11 @@ def numbers(
     index: numbers of the segments of all places.
     top_k: most that a block selects.
   """
-  taken = jax.vmap(lambda x, i: x[i])(index, jnp.maximum(chosen, 0))
-  taken = jnp.where(chosen >= 0, taken, -1)
+  slots = index.shape[1]
+  # No gather, which heads spread over devices would be in the way of.
+  found = chosen[..., None] == jnp.arange(slots).reshape(1, 1, 1, -1)
+  taken = jnp.where(found, index[:, None, None], -1)
+  taken = jnp.max(taken, axis=-1, initial=-1)
   missing = top_k - taken.shape[-1]
   return jnp.pad(taken, ((0, 0), (0, 0), (0, missing)), constant_values=-1)
 

@@ -65,7 +65,7 @@ def _gradients_of_head(q, states, weights, plan, g):
   d_queries = _products(g_tiles, _states(transposed, plan), g.dtype)
   d_queries = d_queries.reshape(b, -1, q.shape[2])
 
-  flat = weights.reshape(b, -1, 1)
+  flat = weights.reshape(b, -1)[..., None]
   weighed = _rows(q, token).astype(g.dtype) * _rows(flat, plan.pair)
   d_tiles = _products(jnp.swapaxes(in_tiles(weighed), 2, 3), g_tiles, g.dtype)
   add = lambda zero, i, x: zero.at[i].add(x)
