@@ -44,10 +44,10 @@ assert "memcache_jax" not in sys.modules
 """
 
 
-def _model(memory):
+def _model(memory, dim=8):
   config = ModelConfig(
     vocab_size=VOCAB,
-    dim=8,
+    dim=dim,
     num_layers=2,
     pattern=(MemorySpec(memory, 2), AttentionSpec(2, window=3)),
     hidden_dim=12,
@@ -76,9 +76,18 @@ def test_a_fresh_process_without_this_library(tmp_path):
 
 
 @pytest.mark.slow
-def test_networks_and_other_platforms():
+@pytest.mark.parametrize(
+  ("memory", "dim"),
+  [
+    (Cached(Titans(MLP()), Constant(4)), 8),
+    # Selected reads, of widths that kernels take.
+    (Cached(Titans(MLP()), Constant(2), SparseSelective(top_k=1)), 64),
+    (Cached(DecayedLinear(), Constant(2), SparseSelective(top_k=1)), 64),
+  ],
+)
+def test_other_platforms(memory, dim):
   """From shapes alone; the batch is no number in any check on the way."""
-  shapes = jax.eval_shape(lambda: _model(Cached(Titans(MLP()), Constant(4))))
+  shapes = jax.eval_shape(lambda: _model(memory, dim))
   exported = export_step(shapes, ROOM, platforms=("cpu", "tpu", "cuda"))
   assert set(exported.platforms) == {"cpu", "tpu", "cuda"}
   assert str(exported.out_avals[0].shape) == f"(b, {VOCAB})"

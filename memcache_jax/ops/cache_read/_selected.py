@@ -49,8 +49,8 @@ def selected_read(
   Raises:
     ValueError: when shapes or dtypes do not fit together.
     NotImplementedError: when the chosen implementation cannot take the call;
-      on derivatives other than a first one in reverse, where it may run as a
-      kernel: those are for "xla".
+      on a second derivative, where it may run as a kernel: "xla" has those of
+      any order, in reverse alone.
   """
   _checks.check_shapes(
     {
@@ -62,15 +62,15 @@ def selected_read(
   )
   _checks.check_floating(q=q, states=states, weights=weights)
   _checks.check_integers(index=index)
+  few = index.shape[1] * index.shape[3] <= states.shape[1]
+  if implementation is None and few:
+    implementation = "xla"  # no state is read by many: nothing to sort
   why_not = {}
   if implementation not in ("reference", "xla"):
     why_not = {
       "mosaic_tpu": _selected_kernels.why_not(q, states, index),
       "triton": _selected_triton.why_not(q, states, index),
     }
-  few = index.shape[1] * index.shape[3] <= states.shape[1]
-  if implementation is None and few:
-    implementation = "xla"  # no state is read by many: nothing to sort
   choice = _dispatch.resolve(_NAME, implementation, why_not)
   if choice == "reference" or (choice == "xla" and few):
     return one_by_one(q, states, index, weights)

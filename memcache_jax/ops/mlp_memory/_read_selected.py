@@ -70,15 +70,15 @@ def read_selected_networks(
   _checks.check_integers(index=index)
   static = {name: params[name] for name in static_names(architecture)}
   sizes = _read_kernels.sizes_of(architecture, q, memories, static)
+  pairs = index.shape[1] * index.shape[3]
+  if implementation is None and pairs <= sizes.networks:
+    implementation = "xla"  # no network is read by many: nothing to sort
   why_not = {}
   if implementation not in ("reference", "xla"):
     why_not = {
       "mosaic_tpu": _why_not(sizes, q, index),
       "triton": _read_triton.why_not(sizes),
     }
-  pairs = index.shape[1] * index.shape[3]
-  if implementation is None and pairs <= sizes.networks:
-    implementation = "xla"  # no network is read by many: nothing to sort
   choice = _dispatch.resolve(_NAME, implementation, why_not)
   read = functools.partial(apply_architecture, architecture)
 
