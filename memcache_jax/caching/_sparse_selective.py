@@ -33,6 +33,9 @@ class SparseSelective(Gated):
   reads no later token, and a stream carries the choice on. Tokens of a block
   read as one, but not what only a later one of them asks for.
 
+  Where only what was selected is read, of many cached memories, derivatives
+  are in reverse: `jax.grad` of `jax.grad`, and no `jax.jvp` or `jax.hessian`.
+
   Attributes:
     top_k: cached memories a token reads besides the online one.
     gate: where relevance comes from; see the module.
