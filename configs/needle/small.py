@@ -4,7 +4,8 @@ RetNet's memory forgets at a fixed rate; what of it is cached does not. One
 layer is enough, whose convolutions see the colon from every digit: then each is
 found by its place. The first rows have no noise, and are little more than the
 number, twice: what is not found in 2,000 steps among noise is found there in
-some hundreds.
+some hundreds. Then come rows of all lengths in turns, since one length after
+the other is learned by forgetting the one before.
 
 Command: python -m examples.recall.main --config=configs/needle/small.py
   e.g. with --config.aggregate=none to compare
@@ -14,20 +15,19 @@ Result: see examples/recall/RESULTS.md.
 
 import ml_collections
 
+LENGTHS = (128, 512, 1024, 2048)  # of rows with noise, in turns
+
 
 def get_config() -> ml_collections.ConfigDict:
   """The fields of `examples.recall.settings.Settings`, and the seeds."""
   return ml_collections.ConfigDict(
     {
-      # The task; beyond 1024 tokens all lengths are new to the model.
+      # The task; beyond 2048 tokens all lengths are new to the model.
       "task": {
         "name": "needle",
         "stages": (
-          (48, False, 1000),
-          (128, True, 100),
-          (256, True, 100),
-          (512, True, 50),
-          (1024, True, 100),
+          (48, False, 800),
+          *((length, True, 5) for _ in range(20) for length in LENGTHS),
         ),
         "test_lengths": (128, 256, 512, 1024, 2048, 4096),
       },
