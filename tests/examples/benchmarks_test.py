@@ -32,17 +32,17 @@ PLAIN = cases.Case(tokens=16)
 RIGHT = _chunked.linear_attention
 
 
-def wrong_value(*args):
-  y, state = RIGHT(*args)
+def wrong_value(*args, **known):
+  y, state = RIGHT(*args, **known)
   return 1.001 * y, state
 
 
-def wrong_gradient(q, k, *args):
-  return RIGHT(q, jax.lax.stop_gradient(k), *args)
+def wrong_gradient(q, k, *args, **known):
+  return RIGHT(q, jax.lax.stop_gradient(k), *args, **known)
 
 
-def nan_in_one_place(*args):
-  y, state = RIGHT(*args)
+def nan_in_one_place(*args, **known):
+  y, state = RIGHT(*args, **known)
   return y.at[0, 3, 0, 0].set(jnp.nan), state
 
 

@@ -27,8 +27,8 @@ TINY = models.Sizes(
 RIGHT = _chunked.linear_attention
 
 
-def wrong_gradient(q, k, *args):
-  return RIGHT(q, jax.lax.stop_gradient(k), *args)
+def wrong_gradient(q, k, *args, **known):
+  return RIGHT(q, jax.lax.stop_gradient(k), *args, **known)
 
 
 def test_a_wrong_model_is_not_timed(monkeypatch, capsys):
