@@ -69,8 +69,11 @@ def scale_rows(
 def dot_rows(
   x: Float[Array, "*axes k"], y: Float[Array, "*axes k"]
 ) -> Float[Array, "*axes"]:
-  """Products of the rows of two arrays; as a product with ones on a CPU takes a
-  fraction of the time of a sum."""
+  """Products of the rows of two arrays.
+
+  Summed by a product with ones, which takes a fraction of the time of a sum on
+  a CPU.
+  """
   ones = jnp.ones(x.shape[-1:], x.dtype)
   return jnp.einsum("...k,k->...", x * y, ones, precision="highest")
 
