@@ -14,6 +14,7 @@ from typing import ClassVar, Literal, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 
+from memcache_jax import numerics
 from memcache_jax.array_typing import Array, Bool, Float, Int
 from memcache_jax.caching import _ranks
 from memcache_jax.memories._base import Gate
@@ -259,5 +260,7 @@ def softmax(
   top = jax.lax.stop_gradient(top)
   parts = jnp.where(readable, jnp.exp(logits - top[..., None]), 0.0)
   own = jnp.exp(own_logit - top)
-  total = own + jnp.sum(parts, axis=-1)
-  return parts / total[..., None], own / total
+  # Sums by products, forwards and backwards: see `numerics.scale_rows`.
+  ones = jnp.ones(parts.shape[-1:], jnp.float32)
+  total = own + jnp.einsum("...s,s->...", parts, ones, precision="highest")
+  return numerics.scale_rows(parts, 1 / total), own / total
