@@ -83,6 +83,7 @@ def check_tokens(memory: Any, tokens: Tokens) -> None:
     axes = " ".join(["b t n", *map(str, gate.axes(tokens.q.shape[-1]))])
     specs[f"gates[{name!r}]"] = (tokens.gates[name], axes)
   _checks.check_shapes(specs)
+  _checks.check_given(q=tokens.q)
   _checks.check_floating(q=tokens.q, k=tokens.k, v=tokens.v, **tokens.gates)
   _checks.check_same_dtype(q=tokens.q, k=tokens.k, v=tokens.v)
   _checks.check_bool(

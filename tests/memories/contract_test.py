@@ -320,6 +320,13 @@ def test_no_tokens_change_nothing(memory):
   chex.assert_trees_all_equal(after, state)
 
 
+@every_memory
+def test_no_rows_are_an_error(memory):
+  tokens = jax.tree.map(lambda x: x[:0], make(memory))
+  with pytest.raises(ValueError, match="`q` must have at least one row"):
+    memory.scan(compiled(memory).params, None, tokens)
+
+
 @selection
 def test_bfloat16_operands(memory):
   run = compiled(memory).run
