@@ -7,8 +7,10 @@ package's first import to check the shapes in its signatures.
 import gc
 import importlib.metadata
 import importlib.util
+import itertools
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if importlib.metadata.version("jaxlib").startswith(
@@ -32,6 +34,22 @@ jax.config.update("jax_disable_most_optimizations", True)
 # Imports and traces make objects by the million, most of which live on: to walk
 # over all of them as often as is the default takes a tenth of the time.
 gc.set_threshold(50_000)
+
+# Every program that was compiled is several mappings of memory, of which Linux
+# gives a process 65,530; one that needs more is killed.
+_MAPPINGS = Path("/proc/self/maps")
+_MOST_MAPPINGS = 30_000
+_tests = itertools.count(1)
+
+
+@pytest.fixture(autouse=True)
+def room_for_programs() -> Iterator[None]:
+  """Forgets all programs when they are many: one process may run all tests."""
+  yield
+  # To count them takes as long as a short test.
+  if next(_tests) % 50 == 0 and _MAPPINGS.exists():
+    if _MAPPINGS.read_bytes().count(b"\n") > _MOST_MAPPINGS:
+      jax.clear_caches()
 
 
 @pytest.fixture(params=["graph", "tree"])
