@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import importlib
+from contextlib import nullcontext
 
 import chex
 import jax
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
+from jax.test_util import check_grads
 
 from memcache_jax.caching import _sparse_read
 from memcache_jax.caching._aggregators import Selection
@@ -96,6 +98,22 @@ def test_the_gpu_kernels_equal_reading_all(sizes):
   poisoned = states.at[:, -1].set(jnp.nan)
   got = _run(_on_gpu, (q, poisoned, weights, index))
   assert_close(got, _run(_dense, (q, states, weights, index)))
+
+
+@pytest.mark.usefixtures("simulated_gpu")
+@pytest.mark.parametrize(
+  ("implementation", "simulated"),
+  [("mosaic_tpu", pltpu.force_tpu_interpret_mode), ("triton", nullcontext)],
+)
+def test_numerical_gradients(implementation, simulated):
+  *arrays, index = _inputs(9, 4, 2, 32, 32)
+
+  @jax.jit
+  def read(q, states, weights):
+    return _sparse(q, states, index, weights, implementation)
+
+  with simulated():
+    check_grads(read, arrays, 1, ["rev"], atol=2e-2, rtol=2e-2)
 
 
 @pytest.mark.usefixtures("simulated_gpu")

@@ -2,12 +2,14 @@
 
 import functools
 import importlib
+from contextlib import nullcontext
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
+from jax.test_util import check_grads
 
 from memcache_jax.ops import cache_read
 from memcache_jax.testing import assert_close
@@ -143,6 +145,17 @@ def test_the_kernel_says_what_it_cannot(sizes, dtype, reason):
       functools.partial(cache_read, implementation="mosaic_tpu"),
       *_inputs(*sizes, dtype),
     )
+
+
+@pytest.mark.usefixtures("simulated_gpu")
+@pytest.mark.parametrize(
+  ("implementation", "simulated"),
+  [("mosaic_tpu", pltpu.force_tpu_interpret_mode), ("triton", nullcontext)],
+)
+def test_numerical_gradients(implementation, simulated):
+  read = jax.jit(functools.partial(cache_read, implementation=implementation))
+  with simulated():
+    check_grads(read, _inputs(9, 3, 32, 32), 1, ["rev"], atol=2e-2, rtol=2e-2)
 
 
 def test_second_derivatives():

@@ -2,12 +2,14 @@
 
 import functools
 import importlib
+from contextlib import nullcontext
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
+from jax.test_util import check_grads
 
 from memcache_jax.memories import RWKV7, GatedDelta, HeadShape
 from memcache_jax.ops import delta_rule
@@ -98,6 +100,24 @@ def test_the_gpu_kernels_equal_the_definition(plain):
     floats, flags = {name: floats[name] for name in ("q", "k", "v", "beta")}, {}
   expected = _run(floats, flags, "reference")
   assert_close(_run(floats, flags, "triton"), expected)
+
+
+@pytest.mark.usefixtures("simulated_gpu")
+@pytest.mark.parametrize(
+  ("implementation", "simulated"),
+  [("mosaic_tpu", pltpu.force_tpu_interpret_mode), ("triton", nullcontext)],
+)
+def test_numerical_gradients(implementation, simulated):
+  floats, flags = _inputs(40, 32, 32)
+  # Where both sides exist: no token forgets everything, none is at a bound.
+  floats["log_decay"] = jnp.clip(floats["log_decay"], -1.0, -0.1)
+
+  @jax.jit
+  def run(floats):
+    return delta_rule(**floats, **flags, implementation=implementation)
+
+  with simulated():
+    check_grads(run, (floats,), 1, ["rev"], atol=2e-2, rtol=2e-2)
 
 
 @pytest.mark.parametrize("strength", [1.0, 2.0])

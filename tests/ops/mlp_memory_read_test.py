@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
+from jax.test_util import check_grads
 
 from memcache_jax.caching._aggregators import Selection
 from memcache_jax.caching._sparse_read import read_selected
@@ -100,6 +101,32 @@ def test_the_gpu_kernels_equal_one_network_at_a_time(
   inputs = _inputs(architecture, *sizes)
   expected = _run(architecture, inputs, "xla")
   assert_close(_run(architecture, inputs, "triton"), expected)
+
+
+@pytest.mark.usefixtures("simulated_gpu")
+@pytest.mark.parametrize("selected", [False, True])
+@pytest.mark.parametrize(
+  ("implementation", "simulated"),
+  [("mosaic_tpu", pltpu.force_tpu_interpret_mode), ("triton", nullcontext)],
+)
+def test_numerical_gradients(implementation, simulated, selected):
+  architecture = MLP(hidden_factor=2)
+  *arrays, weights = _inputs(architecture, 9, 3, 32)
+
+  @jax.jit
+  def read(params, memories, q, weights):
+    if not selected:
+      return read_networks(
+        *(architecture, params, memories, q, weights),
+        implementation=implementation,
+      )
+    memory = Miras(architecture, implementation=implementation)
+    index = jnp.zeros(weights.shape, jnp.int32).at[:, ::2].set(2)[..., :1]
+    selection = Selection(index, weights[..., :1], weights[..., 2])
+    return read_selected(memory, params, memories, q, selection)
+
+  with simulated():
+    check_grads(*(read, (*arrays, weights), 1, ["rev"]), atol=2e-2, rtol=2e-2)
 
 
 def test_tokens_whose_gradients_are_taken_together():
