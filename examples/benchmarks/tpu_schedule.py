@@ -14,10 +14,12 @@ though half of what one token reads of its own segment is masked.
 import argparse
 import collections
 import math
+import multiprocessing
 import os
 import re
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -78,11 +80,20 @@ CASES = [
 ]
 
 
-def arguments(case: Case, sharding) -> tuple:
-  """Prepared operands as the kernels take them, and as the op does."""
+def arguments(case: Case) -> tuple:
+  """Prepared operands as the kernels take them, and as the op does.
+
+  Backwards, the latter follow the gradients of its outputs.
+  """
   import jax
   import jax.numpy as jnp
+  from jax.experimental import topologies
+  from jax.sharding import SingleDeviceSharding
 
+  topology = topologies.get_topology_desc(
+    platform="tpu", topology_name=TOPOLOGY
+  )
+  sharding = SingleDeviceSharding(topology.devices[0])
   t, n, d, g = case.tokens, case.heads, case.width, case.segments
   array = lambda *shape, dtype=jnp.float32: jax.ShapeDtypeStruct(
     shape, dtype, sharding=sharding
@@ -95,6 +106,8 @@ def arguments(case: Case, sharding) -> tuple:
   op = [array(1, t, n, d, dtype=jnp.bfloat16)] * 3
   op += [array(1, t, n, g), array(1, t, n)]
   op += [array(1, t, n)] * (2 if case.decays else 0)
+  if case.backward:
+    op.insert(0, (op[2], states))
   return kernel, op
 
 
@@ -117,7 +130,7 @@ def kernel_function(case: Case, config):
 
 
 def xla_function(case: Case, chunk_size: int):
-  """The XLA form of the op, forwards."""
+  """The XLA form of the op."""
   from memcache_jax.ops import cached_linear_attention
 
   def run(q, k, v, weights, own_weight, *decays):
@@ -133,6 +146,51 @@ def xla_function(case: Case, chunk_size: int):
     )
 
   return run
+
+
+def xla_estimate(case: Case) -> tuple[float, int]:
+  """Cycles and temporary bytes of the XLA form, of the better chunks.
+
+  As the kernel takes the states of the forward pass, the cycles of gradients
+  are what they add to a forward call; the bytes are of both together.
+  """
+  import jax
+
+  def compiled(function, *arrays):
+    form = jax.jit(function).lower(*arrays).compile()
+    temporaries = form.memory_analysis().temp_size_in_bytes
+    return xla_cycles(form.as_text()), temporaries
+
+  def estimate(chunk_size):
+    run = xla_function(case, chunk_size)
+
+    def with_gradients(gradients, *arrays):
+      outputs, pull = jax.vjp(run, *arrays)
+      return outputs, pull(gradients)
+
+    if not case.backward:
+      return compiled(run, *arrays)
+    forward, _ = compiled(run, *arrays[1:])
+    both, temporaries = compiled(with_gradients, *arrays)
+    return both - forward, temporaries
+
+  _, arrays = arguments(case)
+  return min(estimate(chunk_size) for chunk_size in (128, 256))
+
+
+def without_dump(function, *args):
+  """Runs it in a process whose compiler writes nothing down.
+
+  Of gradients in XLA, writing takes minutes, where compiling takes seconds.
+  """
+  spawn = multiprocessing.get_context("spawn")
+  with ProcessPoolExecutor(max_workers=1, mp_context=spawn) as process:
+    return process.submit(_without_dump, function, *args).result()
+
+
+def _without_dump(function, *args):
+  os.environ.pop("LIBTPU_INIT_ARGS", None)  # before the compiler is loaded
+  return function(*args)
 
 
 def bundles(dump: Path, kernel: str) -> Iterator[tuple[int, bool, bool]]:
@@ -215,8 +273,6 @@ def measure(case: Case, dump: Path) -> dict:
   import importlib
 
   import jax
-  from jax.experimental import topologies
-  from jax.sharding import SingleDeviceSharding
 
   pieces = importlib.import_module(
     "memcache_jax.pallas_kernels.linear_attention.config"
@@ -228,27 +284,12 @@ def measure(case: Case, dump: Path) -> dict:
       carried=0,
     )
   )
-  topology = topologies.get_topology_desc(
-    platform="tpu", topology_name=TOPOLOGY
-  )
-  kernel, op = arguments(case, SingleDeviceSharding(topology.devices[0]))
+  kernel, _ = arguments(case)
   compiled = jax.jit(kernel_function(case, config)).lower(*kernel).compile()
   memory = compiled.memory_analysis()
   depths, spilling = count_bundles(dump, case.kernel)
   cycles = kernel_cycles(depths, case, config)
-  xla = {}
-  if not (case.decays or case.backward):  # those take minutes to compile
-    forms = []
-    for chunk_size in (128, 256):
-      form = jax.jit(xla_function(case, chunk_size)).lower(*op).compile()
-      temporaries = form.memory_analysis().temp_size_in_bytes
-      forms.append((xla_cycles(form.as_text()), temporaries))
-    estimate, temporaries = min(forms)
-    xla = {
-      "XLA cycles": round(estimate),
-      "XLA / kernel": f"{estimate / cycles:.1f}x",
-      "XLA temporaries": f"{temporaries / 2**20:.0f} MiB",
-    }
+  estimate, temporaries = without_dump(xla_estimate, case)
   traffic = memory.argument_size_in_bytes + memory.output_size_in_bytes
   return {
     "width": case.width,
@@ -260,7 +301,9 @@ def measure(case: Case, dump: Path) -> dict:
     "ms": f"{cycles / CYCLES_PER_SECOND * 1e3:.2f}",
     "memory cycles": round(traffic / BYTES_PER_CYCLE),
     "temporaries": memory.temp_size_in_bytes,
-    **xla,
+    "XLA cycles": round(estimate),
+    "XLA / kernel": f"{estimate / cycles:.1f}x",
+    "XLA temporaries": f"{temporaries / 2**20:.0f} MiB",
   }
 
 

@@ -102,6 +102,12 @@ def test_loops_count_as_often_as_they_run():
   assert tpu_schedule.kernel_cycles(depths, case, config) == 5 + 800 + 120
 
 
+def test_xla_forms_are_compiled_where_nothing_is_written_down(monkeypatch):
+  monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_jf_dump_llo_text=true")
+  assert tpu_schedule.without_dump(os.getenv, "LIBTPU_INIT_ARGS") is None
+  assert "LIBTPU_INIT_ARGS" in os.environ
+
+
 def test_every_table_has_its_place():
   text = tpu_schedule.README.read_text()
   for part in tpu_schedule.parts():
