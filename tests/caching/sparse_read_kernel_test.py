@@ -206,7 +206,6 @@ def test_the_platform_decides_when_nobody_does(
 @pytest.mark.parametrize(
   ("change", "reason"),
   [
-    ({"k": 40}, "key width is a multiple of 32"),
     ({"heads": 2**20}, "at most 65536 tiles"),
     ({"selected": 9}, "selects 1 to 8 states: got 9"),
   ],

@@ -45,9 +45,7 @@ def _interpreted(inputs):
     return jax.block_until_ready(_run(inputs, "mosaic_tpu"))
 
 
-@pytest.mark.parametrize(
-  "sizes", [(1, 1, 32, 32), (130, 6, 64, 96), (128, 4, 256, 128)]
-)
+@pytest.mark.parametrize("sizes", [(130, 6, 64, 96), (128, 4, 256, 128)])
 def test_equals_the_definition(sizes):
   inputs = _inputs(*sizes)
   assert_close(_interpreted(inputs), _run(inputs, "reference"))
@@ -133,7 +131,6 @@ def test_the_platform_decides_when_nobody_does(
 @pytest.mark.parametrize(
   ("sizes", "dtype", "reason"),
   [
-    ((9, 3, 40, 64), jnp.float32, "key width is a multiple of 32"),
     ((9, 3, 64, 1024), jnp.float32, "value width .* got 1024"),
     ((9, 3, 64, 64), jnp.float16, "got float16"),
     ((9, 0, 64, 64), jnp.float32, "at least one"),

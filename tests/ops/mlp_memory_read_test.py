@@ -245,9 +245,7 @@ def test_the_platform_decides_when_nobody_does(
 @pytest.mark.parametrize(
   ("implementation", "architecture", "width", "reason"),
   [
-    ("mosaic_tpu", MLP(), 40, "multiples of 32: got 40"),
     ("mosaic_tpu", MLP(depth=3), 512, "a network must fit into fast memory"),
-    ("triton", MLP(), 40, "multiples of 32: got 40"),
     ("triton", MLP(), 96, "the width of a norm is a power of 2: got 96"),
     ("triton", MLP(depth=3), 64, "one hidden layer at most: got 3 maps"),
   ],
