@@ -243,7 +243,7 @@ def _of_networks(case: Read):
     config = pieces.config(call)
     forward = module_of("mlp_memory.mosaic_tpu").fwd
     rows, run = config.rows, functools.partial(forward, width=w)
-    arrays = (q, weights, static, array(1, n, s, t))
+    arrays = (q, weights, static, array(1, n, s, 1, t))
 
   def cycles(dump, kernel):
     depths, _ = count_bundles(dump, kernel)

@@ -37,7 +37,8 @@ def fwd(
     networks: weights of each map, by its name [b s n i o] float32, and its
       bias, if it has one [b s n 1 o] float32.
     static: parameters that all networks share [b n 1 x] float32.
-    gates: [b n s t] float32.
+    gates: [b n s 1 t] float32; a row of their own, as none can be taken out of
+      several at a place that is not known.
     width: of values.
     config: the pieces.
     interpret: run without a TPU.
@@ -60,13 +61,16 @@ def fwd(
     shape = (None, None, rows, width)
     return pl.BlockSpec(shape, lambda b, n, t, s: (b, n, t, 0))
 
+  gate = pl.BlockSpec(
+    (None, None, None, 1, rows), lambda b, n, t, s: (b, n, s, 0, t)
+  )
   return pl.pallas_call(
     functools.partial(_fwd_kernel, forward, config.chunk),
     name="memcache_mlp_memory_read",
     grid=(b, n, t // rows, count),
     in_specs=[
       tokens(k),
-      pl.BlockSpec((None, None, count, rows), lambda b, n, t, s: (b, n, 0, t)),
+      gate,
       jax.tree.map(stored, networks),
       jax.tree.map(shared, static),
     ],
@@ -88,7 +92,7 @@ def _fwd_kernel(forward, chunk, q, gates, network, static, y):
     rows = pl.ds(pl.multiple_of(i * chunk, chunk), chunk)
     x = q[rows].astype(jnp.float32)
     out = read(forward, q.dtype, network, static, x)
-    out *= column(gates[pl.ds(place, 1), rows], out.shape[1])
+    out *= column(gates[:, rows], out.shape[1])
 
     @pl.when(place == 0)
     def _():

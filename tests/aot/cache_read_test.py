@@ -30,11 +30,17 @@ SELECTED = {
   "long_256": (9000, 64, 2, 256, 256, jnp.bfloat16),
   "odd_96": (300, 11, 3, 96, 64, jnp.float32),
 }
-# Architecture, tokens, networks, width, dtype; one for each chip.
+# Chip, architecture, tokens, networks, width, dtype.
 NETWORKS = {
-  "v5e": (MLP(), 4096, 16, 128, jnp.bfloat16),
-  "v5p": (GatedMLP(residual=True, norm=True), 300, 3, 96, jnp.float32),
-  "v6e": (MLP(bias=True), 300, 40, 64, jnp.bfloat16),
+  "mlp_128": ("v5e", MLP(), 4096, 16, 128, jnp.bfloat16),
+  "gated_96": (
+    *("v5p", GatedMLP(residual=True, norm=True)),
+    *(300, 3, 96, jnp.float32),
+  ),
+  "bias_64": ("v6e", MLP(bias=True), 300, 40, 64, jnp.bfloat16),
+  "gated_64": ("v5e", GatedMLP(norm=True), 300, 3, 64, jnp.float32),
+  "bias_256": ("v5p", MLP(bias=True), 300, 40, 256, jnp.bfloat16),
+  "mlp_96": ("v6e", MLP(), 4096, 16, 96, jnp.bfloat16),
 }
 
 
@@ -116,9 +122,9 @@ def _selected(reader, chip, sizes, stored, shared, maps=()):
 
 
 @pytest.mark.aot("libtpu")
-@pytest.mark.parametrize("chip", NETWORKS)
-def test_reads_of_networks_compile(chip):
-  architecture, t, s, width, dtype = NETWORKS[chip]
+@pytest.mark.parametrize("name", NETWORKS)
+def test_reads_of_networks_compile(name):
+  chip, architecture, t, s, width, dtype = NETWORKS[name]
   array, maps = _array(chip), architecture.affine_maps(width, width)
   params = jax.eval_shape(
     lambda: architecture.init_params(jax.random.key(0), 2, width, width)

@@ -10,19 +10,21 @@ from memcache_jax.ops import delta_rule
 
 TOPOLOGIES = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
 
-# Key width, value width, heads, dtype, whether documents start; one for each
-# chip, as all on all of them would take a minute.
-CASES = {
-  "v5e": (128, 128, 2, jnp.bfloat16, True),
-  "v5p": (256, 256, 8, jnp.bfloat16, False),
-  "v6e": (96, 64, 1, jnp.float32, True),
-}
+# Chip, key width, value width, heads, dtype, whether documents start; all of
+# them on all chips would take a minute.
+CASES = [
+  ("v5e", 128, 128, 2, jnp.bfloat16, True),
+  ("v5p", 256, 256, 8, jnp.bfloat16, False),
+  ("v6e", 96, 64, 1, jnp.float32, True),
+  ("v5e", 256, 256, 1, jnp.float32, True),
+  ("v5p", 64, 64, 4, jnp.bfloat16, True),
+  ("v6e", 96, 96, 3, jnp.bfloat16, False),
+]
 
 
 @pytest.mark.aot("libtpu")
-@pytest.mark.parametrize("chip", CASES)
-def test_compiles(chip):
-  k, v, n, dtype, documents = CASES[chip]
+@pytest.mark.parametrize(("chip", "k", "v", "n", "dtype", "documents"), CASES)
+def test_compiles(chip, k, v, n, dtype, documents):
   device = topologies.get_topology_desc(
     platform="tpu", topology_name=TOPOLOGIES[chip]
   ).devices[0]

@@ -157,7 +157,7 @@ def mosaic_tpu(
     sizes.architecture.forward,
     _fill(rearrange(q, "b t n k -> b n t k"), 2, config.rows),
     *matrices(memories, static),
-    _fill(_states_first(weights), 3, config.rows),
+    _fill(_states_first(weights), 3, config.rows)[:, :, :, None],
     width=sizes.value_dim,
     config=config,
   )
