@@ -34,6 +34,7 @@ def get_config() -> ml_collections.ConfigDict:
       "aggregate": "gated_residual",
       "gate": "context",
       "selection": "hard",
+      "pooling": "mean",
       "write_mode": "independent",
       "segment_length": 8,
       "dim": 32,

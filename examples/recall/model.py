@@ -80,7 +80,7 @@ def _memory(settings: Settings) -> Memory:
 
 
 def _aggregator(settings: Settings) -> Aggregator:
-  gate = {"gate": settings.gate}
+  gate = {"gate": settings.gate, "pooling": settings.pooling}
   if settings.gate == "input":
     trained = (stage.length for stage in settings.task.stages)
     longest = max(*trained, *settings.task.tests)

@@ -14,6 +14,7 @@ AggregateName = Literal[
 ]
 GateName = Literal["context", "input", "shared", "none"]
 SelectionName = Literal["hard", "straight_through"]
+PoolingName = Literal["mean", "sum"]
 WriteMode = Literal["independent", "checkpoint"]
 
 
@@ -32,6 +33,8 @@ class Settings:
       "logarithmic" come from.
     selection: how the choice of "sparse" is trained: by what was chosen alone,
       or also by what was not.
+    pooling: what gates compare with, where they compare: mean or sum of the
+      keys of a segment.
     write_mode: whether each segment starts from the initial memory.
     segment_length: tokens per cached memory.
     dim: model width.
@@ -49,6 +52,7 @@ class Settings:
   aggregate: AggregateName
   gate: GateName
   selection: SelectionName
+  pooling: PoolingName
   write_mode: WriteMode
   segment_length: int
   dim: int
@@ -66,6 +70,7 @@ class Settings:
       ("aggregate", AggregateName),
       ("gate", GateName),
       ("selection", SelectionName),
+      ("pooling", PoolingName),
       ("write_mode", WriteMode),
     ):
       value = getattr(self, name)

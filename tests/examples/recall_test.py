@@ -231,9 +231,11 @@ def test_configs_make_models_of_every_kind(name):
         made.add(model.config(parse(fields)).pattern)
   assert parse(plain(parse(fields))) == parse(fields)
   soft = {"aggregate": "sparse", "selection": "straight_through"}
-  made.add(model.config(parse(fields | soft)).pattern)
-  assert len(made) == 38  # no two of them are the same
-  for name in ("memory", "aggregate", "gate", "selection", "write_mode"):
+  for pooling in ("mean", "sum"):
+    made.add(model.config(parse(fields | soft | {"pooling": pooling})).pattern)
+  assert len(made) == 39  # no two of them are the same
+  names = ("memory", "aggregate", "gate", "selection", "pooling", "write_mode")
+  for name in names:
     with pytest.raises(ValueError, match=f"`{name}` must be one of .*'typo'"):
       parse(fields | {name: "typo"})
 
