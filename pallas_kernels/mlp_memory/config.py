@@ -312,9 +312,9 @@ def _vmem_bytes(call: Call, chosen: Config) -> int:
   up = functools.partial(_round_up, multiple=_LANES)
   weights = sum(up(i) * up(o) for i, o in call.maps)
   # As they come in, of two buffers, and as operands; a chunk between two maps;
-  # queries, reads and gates of two buffers.
+  # queries, reads and gates, of which 8 rows are the least, of two buffers.
   chunk = 8 * chosen.chunk * up(_widest(call))
-  rows = chosen.rows * (up(call.k) + up(call.v) + up(call.networks))
+  rows = chosen.rows * (up(call.k) + up(call.v) + 8)
   return 4 * (3 * weights + chunk + 2 * rows)
 
 

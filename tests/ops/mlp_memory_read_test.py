@@ -242,6 +242,20 @@ def test_the_platform_decides_when_nobody_does(
   assert kernels or 'name = "memcache_' not in text
 
 
+def _shapes(architecture, width, tokens, networks):
+  params = jax.eval_shape(
+    lambda: architecture.init_params(jax.random.key(0), 2, width, width)
+  )
+  array = jax.ShapeDtypeStruct
+  memories = {
+    name: array((1, networks, *params[name].shape), jnp.float32)
+    for name in architecture.affine_maps(width, width)
+  }
+  q = array((1, tokens, 2, width), jnp.bfloat16)
+  weights = array((1, tokens, 2, networks), jnp.float32)
+  return params, memories, q, weights
+
+
 @pytest.mark.parametrize(
   ("implementation", "architecture", "width", "reason"),
   [
@@ -253,20 +267,17 @@ def test_the_platform_decides_when_nobody_does(
 def test_the_kernel_says_what_it_cannot(
   implementation, architecture, width, reason
 ):
-  params = jax.eval_shape(
-    lambda: architecture.init_params(jax.random.key(0), 2, width, width)
-  )
-  array = jax.ShapeDtypeStruct
-  memories = {
-    name: array((1, 3, *params[name].shape), jnp.float32)
-    for name in architecture.affine_maps(width, width)
-  }
-  q, weights = (
-    array((1, 9, 2, width), jnp.bfloat16),
-    array((1, 9, 2, 3), jnp.float32),
-  )
   run = functools.partial(
     read_networks, architecture, implementation=implementation
   )
   with pytest.raises(NotImplementedError, match=reason):
-    jax.eval_shape(run, params, memories, q, weights)
+    jax.eval_shape(run, *_shapes(architecture, width, 9, 3))
+
+
+def test_a_tpu_takes_as_many_networks_as_there_are():
+  """Gates of one at a time are in fast memory."""
+  shapes = _shapes(MLP(), 128, 1024, 20_000)
+  run = functools.partial(read_networks, MLP(), implementation="mosaic_tpu")
+  traced = jax.jit(run).trace(*shapes)
+  text = traced.lower(lowering_platforms=("tpu",)).as_text()
+  assert 'name = "memcache_mlp_memory_read"' in text
