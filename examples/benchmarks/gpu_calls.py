@@ -160,9 +160,8 @@ def _read_selected_networks(case: Case):
 
 
 def _mlp_memory(case: Case):
-  """Titans' rule, of matrices."""
-  n, d = case.heads, case.width
-  network = networks.MLP(1, norm=not d & (d - 1))
+  """Titans' rule, over documents of two inner batches: errors grow in each."""
+  n, d, network, batch = case.heads, case.width, _network(case), 16
   arrays = {
     **_tokens(case, "qkv"),
     "params": jax.eval_shape(
@@ -173,12 +172,18 @@ def _mlp_memory(case: Case):
   }
 
   def run(momentum, **arrays):
-    options = dict(architecture=network, loss=networks.L2(), inner_batch=16)
+    starts = jnp.arange(case.tokens)[None] % (2 * batch) == 0
     if case.carried:
-      options |= dict(
-        starts=_starts(momentum), max_unaligned_starts=case.carried
-      )
-    return networks.mlp_memory(momentum=momentum, **arrays, **options)
+      starts |= _starts(momentum)
+    return networks.mlp_memory(
+      **arrays,
+      momentum=momentum,
+      starts=starts,
+      max_unaligned_starts=case.carried,
+      architecture=network,
+      loss=networks.L2(),
+      inner_batch=batch,
+    )
 
   return run, arrays
 

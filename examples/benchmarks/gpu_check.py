@@ -46,8 +46,6 @@ CASES = [
     if op == "cached_linear_attention"
     else [{}]
   )
-  # Networks that train as they read stay in registers.
-  if op != "mlp_memory" or width <= 64
 ]
 INTERPRETED = [
   Case(op, 64, "float32", length=16, tokens=37, heads=2) for op in OPS
@@ -89,7 +87,7 @@ def _numbers(name, shape, key):
     case "weights" | "own_weight" | "write" | "beta" | "momentum":
       return jax.nn.sigmoid(normal)
     case "step":
-      return jax.nn.sigmoid(normal) / 8
+      return jax.nn.sigmoid(normal) / 64
     case "log_decay":
       return 0.1 * jax.nn.log_sigmoid(normal)
     case _:

@@ -13,9 +13,8 @@ _VMEM_LIMIT = (64 - 8) * _MIB
 _HIDDEN = 128 * 1024
 # Tokens of an inner batch: their scores are a register or a few.
 _COLUMNS = 256
-# The same on a GPU, and weights of a network: with more, registers spill.
+# The same on a GPU: with more, registers spill.
 _TRITON_COLUMNS = {"bfloat16": 32, "float32": 16}
-_HELD = 64 * 64
 # Networks whose gradients are taken together on a GPU: enough programs, and
 # not too many numbers in between.
 _TOGETHER = 8
@@ -230,22 +229,12 @@ def batches_supports(call: BatchesCall, *, documents: bool) -> str | None:
   return _too_large(_vmem_of_batches(call, documents))
 
 
-@dataclass(frozen=True)
-class BatchesTritonConfig:
-  """How the kernel for GPUs runs inner batches.
-
-  Attributes:
-    warps: of a program.
-    stages: iterations of a loop whose loads are on their way.
-  """
-
-  warps: int
-  stages: int
-
-
-def batches_triton_config(call: BatchesCall) -> BatchesTritonConfig:
+def batches_triton_config(call: BatchesCall) -> TritonConfig:
   """The pieces on a GPU, from the sizes alone."""
-  return BatchesTritonConfig(warps=8, stages=1)
+  # With wider blocks registers spill.
+  inner = 16 if call.dtype == "float32" else 64
+  rows = _power_of_2(call.columns)
+  return TritonConfig(rows, columns=16, inner=inner, warps=8, stages=1)
 
 
 def batches_triton_supports(call: BatchesCall, *, norm: bool) -> str | None:
@@ -257,12 +246,6 @@ def batches_triton_supports(call: BatchesCall, *, norm: bool) -> str | None:
     return (
       f"an inner batch, with the window before it, has up to {most} tokens in "
       f"{call.dtype}: got {call.columns}"
-    )
-  held = sum(_power_of_2(i) * _power_of_2(o) for i, o in call.maps)
-  if held > _HELD:
-    return (
-      "weights and momentum stay in registers, which have room for networks of "
-      f"up to {_HELD} weights, as of 64 x 64: got {held}"
     )
   return None
 

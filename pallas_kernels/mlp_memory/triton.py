@@ -111,12 +111,12 @@ class Tokens(NamedTuple):
   """Of a program.
 
   Attributes:
-    rows: where they are, a span or `Places`.
+    at: where they are, the index of their rows; a span or `Places` is the last.
     queries: [c k].
     static: what networks need besides their maps [1 v].
   """
 
-  rows: Any
+  at: tuple[Any, ...]
   queries: jax.Array
   static: dict[str, jax.Array]
 
@@ -126,11 +126,15 @@ class Tokens(NamedTuple):
 
 
 def tokens_at(x, rows, plan: Plan) -> Tokens:
-  key, _, value = plan.network.widths
-  static = {
-    name: load(ref, 0, whole(value))[None] for name, ref in x["static"].items()
+  queries = load(x["q"], rows, whole(plan.network.widths[0]))
+  return Tokens((rows,), queries, static_of(x, plan))
+
+
+def static_of(x, plan: Plan) -> dict[str, jax.Array]:
+  columns = whole(plan.network.widths[2])
+  return {
+    name: load(ref, 0, columns)[None] for name, ref in x["static"].items()
   }
-  return Tokens(rows, load(x["q"], rows, whole(key)), static)
 
 
 def _read_kernel(x, out, *, plan: Plan):
@@ -171,11 +175,11 @@ def last_map(x, i, tokens: Tokens, plan: Plan) -> jax.Array:
       before = first_maps(x, i, tokens, block, plan)
       left = hidden(before, tokens, plan).astype(tokens.queries.dtype)
     else:
-      left = load(x["q"], tokens.rows, block)
+      left = load(x["q"], *tokens.at, block)
     weight = weights_of(x, last, i, block, columns, left.dtype)
     return total + dot(left, weight, (1, 0), plan.interpret)
 
-  total = jnp.zeros((tokens.rows.size, columns.size), jnp.float32)
+  total = jnp.zeros((len(tokens.queries), columns.size), jnp.float32)
   total = jax.lax.fori_loop(0, blocks(plan), add, total)
   return total + _bias(x, last, i, columns)
 
@@ -194,17 +198,27 @@ def _cut(plan: Plan) -> int:
   return between if plan.network.first else key
 
 
+def sides_of(names, block: Span, plan: Plan) -> dict[str, tuple[Span, ...]]:
+  """Of each array of a network, what belongs to a block."""
+  inner, columns = whole(plan.network.widths[0]), whole(plan.network.widths[2])
+  sides = {name: (inner, block) for name in plan.network.first}
+  sides |= {bias_name(name): (block,) for name in plan.network.first}
+  sides[plan.network.last] = (block, columns)
+  sides[bias_name(plan.network.last)] = (columns,)
+  return {name: sides[name] for name in names}
+
+
 def first_maps(x, i, tokens: Tokens, block: Span, plan: Plan):
   """What the first maps of network i return, by name: some columns [c h]."""
   key, names = plan.network.widths[0], plan.network.first
   dtype = tokens.queries.dtype
 
   def affine(here):
-    queries = load(x["q"], tokens.rows, here)
+    queries = load(x["q"], *tokens.at, here)
     weights = [weights_of(x, name, i, here, block, dtype) for name in names]
     return [dot(queries, w, (1, 0), plan.interpret) for w in weights]
 
-  zeros = jnp.zeros((tokens.rows.size, block.size), jnp.float32)
+  zeros = jnp.zeros((len(tokens.queries), block.size), jnp.float32)
   out = along(affine, [zeros] * len(names), key, plan.config.inner)
   return {
     name: y + _bias(x, name, i, block)

@@ -30,6 +30,7 @@ from .triton import (
   gates,
   hidden,
   last_map,
+  sides_of,
   tokens_at,
   weights_of,
 )
@@ -192,7 +193,7 @@ def _hidden_vjp(x, i, tokens: Tokens, d_last: Kept, block, plan: Plan):
     lambda before: hidden(before, tokens, plan),
     first_maps(x, i, tokens, block, plan),
   )
-  zeros = jnp.zeros((tokens.rows.size, block.size), jnp.float32)
+  zeros = jnp.zeros((len(tokens.queries), block.size), jnp.float32)
   [d_before] = pull(_before_last(x, i, d_last, block, zeros, plan))
   return value, d_before
 
@@ -225,18 +226,8 @@ def zeros(x, block: Span, plan: Plan) -> Arrays:
   """Sums for the gradient of a network, of some columns of its hidden layer."""
   return {
     name: jnp.zeros([side.size for side in sides], jnp.float32)
-    for name, sides in _sides(x, block, plan).items()
+    for name, sides in sides_of(x["networks"], block, plan).items()
   }
-
-
-def _sides(x, block: Span, plan: Plan) -> dict[str, tuple[Span, ...]]:
-  """Of each array of a network, as far as such a sum goes."""
-  inner, columns = whole(plan.network.widths[0]), whole(plan.network.widths[2])
-  sides = {name: (inner, block) for name in plan.network.first}
-  sides |= {bias_name(name): (block,) for name in plan.network.first}
-  sides[plan.network.last] = (block, columns)
-  sides[bias_name(plan.network.last)] = (columns,)
-  return {name: sides[name] for name in x["networks"]}
 
 
 def add_tokens(x, i, rows, d_last: Kept, sums, block: Span, plan: Plan):
@@ -262,7 +253,7 @@ def add_tokens(x, i, rows, d_last: Kept, sums, block: Span, plan: Plan):
 
 def store_sums(x, out, sums: Arrays, i, block: Span, plan: Plan) -> None:
   """Stores the gradient of network i, of some columns of its hidden layer."""
-  for name, sides in _sides(x, block, plan).items():
+  for name, sides in sides_of(x["networks"], block, plan).items():
     write = functools.partial(
       store, out["networks"][name], sums[name], i, *sides
     )

@@ -27,8 +27,7 @@ ODD = {"length": 40, "tokens": 1111, "carried": 2}
   [
     Case("cached_linear_attention", 256),
     Case("cached_linear_attention", 128, "float32", length=16, tokens=512),
-    *(Case(op, 96, **ODD) for op in KERNELS if op != "mlp_memory"),
-    Case("mlp_memory", 64, **ODD),
+    *(Case(op, 96, **ODD) for op in KERNELS),
   ],
   ids=lambda case: f"{case.op}_{case.width}_{case.dtype}",
 )

@@ -41,25 +41,21 @@ def _case(call, width, tokens, heads):
   return Case(**CALLS[call], **sizes, **options)
 
 
-def _refusal(call, implementation, width):
+def _refusal(width):
   """What a kernel says of a width that it does not take; None if it does."""
-  if width % 32:
-    return rf"multiples? of 32.*: got {width}\b"
-  if (call, implementation) == ("mlp_memory", "triton") and width > 64:
-    return "up to 4096 weights, as of 64 x 64: got "
-  return None
+  return rf"multiples? of 32.*: got {width}\b" if width % 32 else None
 
 
 CHOICES = list(itertools.product(CALLS, WIDTHS, SIMULATED))
 REFUSED = [
   (call, width, implementation)
   for call, width, implementation in CHOICES
-  if _refusal(call, implementation, width)
+  if _refusal(width)
 ]
 CELLS = [
   (call, width, tokens, heads, implementation)
   for call, width, implementation in CHOICES
-  if not _refusal(call, implementation, width)
+  if not _refusal(width)
   for tokens, heads in itertools.product(TOKENS, HEADS)
 ]
 # The first ones are of all kinds; those that are compared with the same stay
@@ -79,7 +75,7 @@ SAMPLE = [
 @pytest.mark.parametrize(("call", "width", "implementation"), REFUSED)
 def test_refuses(call, width, implementation):
   """Before anything is compiled."""
-  reason = _refusal(call, implementation, width)
+  reason = _refusal(width)
   for tokens, heads in ((1, 1), (200, 3)):
     run, arrays = call_of(_case(call, width, tokens, heads))
     run = functools.partial(run, implementation=implementation)

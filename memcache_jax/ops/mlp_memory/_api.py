@@ -111,9 +111,9 @@ def mlp_memory(
       rows with more become nan. Needed with starts under jax.jit.
     implementation: "reference" (token by token), "xla" (one inner batch at a
       time), "mosaic_tpu" (the same, with weights in a TPU's fast memory),
-      "triton" (with those of small networks in the registers of a GPU; compiled
-      but not yet run on one), or None for the fastest on the platform the
-      program is compiled for.
+      "triton" (the same, with weights in a GPU's cache; compiled but not yet
+      run on one), or None for the fastest on the platform the program is
+      compiled for.
 
   Returns:
     y, in the dtype of v, and the state after the last token, in float32.

@@ -10,7 +10,7 @@ from einops import rearrange
 
 from memcache_jax.array_typing import Array, Bool, Float, Params
 from memcache_jax.ops import _dispatch
-from memcache_jax.ops.mlp_memory import _chunked
+from memcache_jax.ops.mlp_memory import _chunked, _read_triton
 from memcache_jax.ops.mlp_memory._architecture import MLP, GatedMLP, is_bias
 from memcache_jax.ops.mlp_memory._block import Blocks, Carry, Written, begin
 from memcache_jax.ops.mlp_memory._closing import Closing
@@ -39,9 +39,8 @@ def why_not(
   documents = not (state is None and mask is None and starts is None)
   return {
     "mosaic_tpu": module.batches_supports(call, documents=documents),
-    "triton": module.batches_triton_supports(
-      call, norm=rule.architecture.has_norm
-    ),
+    "triton": _read_triton.why_deep(rule.architecture)
+    or module.batches_triton_supports(call, norm=rule.architecture.has_norm),
   }
 
 
@@ -85,10 +84,14 @@ def _network(module: ModuleType, rule: Rule, k: Array, v: Array) -> Any:
   maps = rule.architecture.affine_maps(k.shape[-1], v.shape[-1])
   return module.Network(
     rule.architecture.forward,
-    lambda output, target: rule.loss.gradient(output, target, {}),
+    _loss_gradient(rule),
     {name: (size.in_dim, size.out_dim) for name, size in maps.items()},
     rule.pairwise,
   )
+
+
+def _loss_gradient(rule: Rule) -> Any:
+  return lambda output, target: rule.loss.gradient(output, target, {})
 
 
 def run_blocks(
@@ -180,7 +183,7 @@ def _mosaic_tpu(rule, q, written, coefficients, marks, static, initial, carry):
     if x is not None and name != "decay"
   }
   operands = pieces.Operands(
-    _marks(pieces, marks, q),
+    _marks(marks, q),
     *(_fill(x, 3) for x in (q, *written)),
     scalars,
     {name: x[0] for name, x in static.items()},
@@ -205,7 +208,7 @@ def _triton(rule, q, written, coefficients, marks, static, initial, carry):
   pieces = _dispatch.kernel_module("mlp_memory.config")
   module = _dispatch.kernel_module("mlp_memory.triton_batches")
   q, (k, v), (b, n) = q[:, 0], written, q.shape[2:4]
-  marks = _marks(module, marks, q)
+  marks = _marks(marks, q)
   coefficients = jax.tree.map(lambda x: x[:, 0], unroll(coefficients))
   end = coefficients.end
   coefficients = {
@@ -231,16 +234,23 @@ def _triton(rule, q, written, coefficients, marks, static, initial, carry):
     slot(initial),
     slot({name: x for name, x in kinds.items() if x is not None}),
   )
+  memory = module.Memory(
+    _read_triton.network_of(rule.architecture, k.shape[-1], v.shape[-1]),
+    _loss_gradient(rule),
+    rule.pairwise,
+  )
   y, carried = module.fwd(
-    *(_network(module, rule, k, v), operands),
+    memory,
+    operands,
     config=pieces.batches_triton_config(_call(pieces, rule, k, v)),
   )
   carried = jax.tree.map(lambda x: x[:, 0], carried)
   return rearrange(y, "g b n d v -> b (g d) n v"), carry._replace(**carried)
 
 
-def _marks(pieces, marks, q):
+def _marks(marks, q):
   """Bits of each block and row; without marks of them all are used."""
+  pieces = _dispatch.kernel_module("mlp_memory.batches")
   fresh, full, used = marks
   bit = lambda value, x: jnp.where(x, value, 0).astype(jnp.int32)
   bits = jnp.zeros(q.shape[:2], jnp.int32)

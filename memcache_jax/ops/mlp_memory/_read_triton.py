@@ -1,6 +1,5 @@
 """Between reads of stored networks and their kernels for GPUs."""
 
-from types import ModuleType
 from typing import Any
 
 import jax
@@ -11,6 +10,7 @@ from memcache_jax.array_typing import Array, Float, Int, Params
 from memcache_jax.ops import _dispatch
 from memcache_jax.ops.cache_read import _selected_triton
 from memcache_jax.ops.mlp_memory import _read_kernels
+from memcache_jax.ops.mlp_memory._architecture import Architecture
 from memcache_jax.ops.mlp_memory._read_kernels import Sizes
 
 
@@ -19,12 +19,29 @@ def why_not(sizes: Sizes) -> str | None:
   architecture = sizes.architecture
   if (reason := _read_kernels.why_not_network(architecture)) is not None:
     return reason
-  depth = getattr(architecture, "depth", 2)
-  if depth > 2:
-    return f"its networks have one hidden layer at most: got {depth} maps"
+  if (reason := why_deep(architecture)) is not None:
+    return reason
   module = _dispatch.kernel_module("mlp_memory.config")
   return module.triton_supports(
     _read_kernels.call_of(module, sizes), norm=architecture.has_norm
+  )
+
+
+def why_deep(architecture: Architecture) -> str | None:
+  """Why kernels for GPUs cannot go through a network; None if they can."""
+  depth = getattr(architecture, "depth", 2)
+  if depth > 2:
+    return f"its networks have one hidden layer at most: got {depth} maps"
+  return None
+
+
+def network_of(architecture: Architecture, key_dim: int, value_dim: int) -> Any:
+  """The kernels' `Network`."""
+  maps = architecture.affine_maps(key_dim, value_dim)
+  *first, last = maps
+  between = maps[last].in_dim if first else 0
+  return _dispatch.kernel_module("mlp_memory.triton").Network(
+    architecture.forward, tuple(first), last, (key_dim, between, value_dim)
   )
 
 
@@ -39,7 +56,7 @@ def triton(
   pieces = _dispatch.kernel_module("mlp_memory.config")
   module = _dispatch.kernel_module("mlp_memory.triton")
   return module.fwd(
-    _network(module, sizes),
+    _network(sizes),
     *(q, _float32(memories), _with_slot(static), weights),
     config=pieces.triton_config(_read_kernels.call_of(pieces, sizes)),
   )
@@ -55,7 +72,7 @@ def triton_vjp(
 ) -> tuple[Float[Array, "b t n k"], Params, Float[Array, "b t n s"], Params]:
   """Its gradients, of some networks after the other."""
   pieces = _dispatch.kernel_module("mlp_memory.config")
-  network = _network(_dispatch.kernel_module("mlp_memory.triton"), sizes)
+  network = _network(sizes)
   module = _dispatch.kernel_module("mlp_memory.triton_vjp")
   call = _read_kernels.call_of(pieces, sizes)
   config = pieces.triton_gradient_config(call)
@@ -109,7 +126,7 @@ def triton_selected(
     *(pieces.triton_config(call), call, index.shape[3])
   )
   reads = module.fwd(
-    *(_network(module, sizes), q, _float32(memories), _with_slot(static)),
+    *(_network(sizes), q, _float32(memories), _with_slot(static)),
     _selected_triton.pairs(weights),
     _selected_triton.tiles(index, sizes.networks, config.rows),
     config=config,
@@ -134,7 +151,7 @@ def triton_selected_vjp(
     *(pieces.triton_gradient_config(call), call, index.shape[3])
   )
   d_q, d_networks, d_static, d_weights = module.bwd(
-    *(_network(module, sizes), q, _float32(memories), _with_slot(static)),
+    *(_network(sizes), q, _float32(memories), _with_slot(static)),
     _selected_triton.pairs(weights),
     _selected_triton.tiles(index, sizes.networks, config.rows),
     d_y.astype(q.dtype),
@@ -148,13 +165,8 @@ def triton_selected_vjp(
   )
 
 
-def _network(module: ModuleType, sizes: Sizes) -> Any:
-  """The kernels' `Network`."""
-  maps = sizes.architecture.affine_maps(sizes.key_dim, sizes.value_dim)
-  *first, last = maps
-  between = maps[last].in_dim if first else 0
-  widths = sizes.key_dim, between, sizes.value_dim
-  return module.Network(sizes.architecture.forward, tuple(first), last, widths)
+def _network(sizes: Sizes) -> Any:
+  return network_of(sizes.architecture, sizes.key_dim, sizes.value_dim)
 
 
 def _float32(memories):
