@@ -168,10 +168,7 @@ def triton_supports(call: Call, *, norm: bool) -> str | None:
   """
   if reason := _wrong_operands(call) or _nothing(call):
     return reason
-  for name, width in (("key", call.k), ("value", call.v)):
-    if width > 256:
-      return f"its {name} width is up to 256: got {width}"
-  return _wrong_norm(call.v, norm)
+  return _wrong_tiles(call, norm)
 
 
 @dataclass(frozen=True)
@@ -239,7 +236,7 @@ def batches_triton_config(call: BatchesCall) -> TritonConfig:
 
 def batches_triton_supports(call: BatchesCall, *, norm: bool) -> str | None:
   """Why the GPU kernel cannot take such a call; None if it can."""
-  if reason := _wrong_operands(call) or _wrong_norm(call.v, norm):
+  if reason := _wrong_operands(call) or _wrong_tiles(call, norm):
     return reason
   most = _TRITON_COLUMNS[call.dtype]
   if call.columns > most:
@@ -250,9 +247,12 @@ def batches_triton_supports(call: BatchesCall, *, norm: bool) -> str | None:
   return None
 
 
-def _wrong_norm(width: int, norm: bool) -> str | None:
-  if norm and width != _power_of_2(width):
-    return f"the width of a norm is a power of 2: got {width}"
+def _wrong_tiles(call: Call | BatchesCall, norm: bool) -> str | None:
+  for name, width in (("key", call.k), ("value", call.v)):
+    if width > 256:
+      return f"its {name} width is up to 256: got {width}"
+  if norm and call.v != _power_of_2(call.v):
+    return f"the width of a norm is a power of 2: got {call.v}"
   return None
 
 

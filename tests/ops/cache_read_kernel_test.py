@@ -167,3 +167,15 @@ def test_second_derivatives():
   assert second("xla").shape == inputs[0].shape
   with pytest.raises(NotImplementedError, match="first derivatives only"):
     second(None)
+
+
+def test_forward_mode():
+  q, *others = _inputs(9, 3, 64, 64)
+
+  def forwards(implementation):
+    read = lambda q: cache_read(q, *others, implementation=implementation)
+    return jax.jit(lambda q: jax.jvp(read, (q,), (q,))).lower(q)
+
+  forwards("xla")
+  with pytest.raises(TypeError, match="forward-mode"):
+    forwards(None)

@@ -195,6 +195,7 @@ def test_the_kernels_say_what_they_cannot(implementation, change, reason):
   ("architecture", "width", "inner_batch", "reason"),
   [
     (op.MLP(depth=3), 64, 16, "one hidden layer at most: got 3 maps"),
+    (op.MLP.matrix(), 288, 16, "its key width is up to 256: got 288"),
     (op.MLP.ttt_linear(), 96, 16, "width of a norm is a power of 2: got 96"),
     (op.MLP.ttt_linear(), 64, 17, "up to 16 tokens in float32: got 17"),
   ],

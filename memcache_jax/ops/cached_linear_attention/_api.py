@@ -79,6 +79,7 @@ def cached_linear_attention(
     ValueError: when shapes or dtypes do not fit together.
     NotImplementedError: when the chosen implementation cannot take the call;
       on second derivatives, unless it is "reference" or "xla".
+    TypeError: by JAX, on derivatives in forward mode, likewise.
 
   Example:
     >>> import jax

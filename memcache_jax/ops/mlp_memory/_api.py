@@ -121,7 +121,8 @@ def mlp_memory(
   Raises:
     ValueError: when shapes, dtypes or options do not fit together.
     NotImplementedError: when the chosen implementation cannot take the call;
-      on derivatives other than a first one in reverse, where it is a kernel.
+      on second derivatives, where it may run as a kernel: those are for "xla".
+    TypeError: by JAX, on derivatives in forward mode there.
 
   Example:
     >>> import functools

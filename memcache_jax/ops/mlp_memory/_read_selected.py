@@ -55,8 +55,8 @@ def read_selected_networks(
   Raises:
     ValueError: when shapes or dtypes do not fit together.
     NotImplementedError: when the chosen implementation cannot take the call;
-      on derivatives other than a first one in reverse, where it may run as a
-      kernel: those are for "xla".
+      on second derivatives, where it may run as a kernel: those are for "xla".
+    TypeError: by JAX, on derivatives in forward mode there.
   """
   _checks.check_shapes(
     {
