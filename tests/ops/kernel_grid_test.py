@@ -1,7 +1,7 @@
 """Kernels at widths, tokens and heads of all kinds, against the definition.
 
-What lies around the arguments is nan. All cells take more than an hour of one
-core:
+What lies around the arguments is nan. All cells take more than an hour, and two
+cores at least: on one, a simulated TPU was seen to wait for ever.
 
 pytest -m grid tests/ops/kernel_grid_test.py
 """
