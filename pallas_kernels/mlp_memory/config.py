@@ -230,8 +230,7 @@ def batches_triton_config(call: BatchesCall) -> TritonConfig:
   """The pieces on a GPU, from the sizes alone."""
   # With wider blocks registers spill.
   inner = 16 if call.dtype == "float32" else 64
-  rows = _power_of_2(call.columns)
-  return TritonConfig(rows, columns=16, inner=inner, warps=8, stages=1)
+  return TritonConfig(call.columns, columns=16, inner=inner, warps=8, stages=1)
 
 
 def batches_triton_supports(call: BatchesCall, *, norm: bool) -> str | None:
